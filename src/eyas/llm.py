@@ -355,7 +355,10 @@ def _load_engine(
     loaded, model = load_pair(
         target, name, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
     )
-    return Engine(loaded, model, config=config)
+    engine = Engine(loaded, model, config=config)
+    if loaded.device.type == "cpu" and not config.capture_ahead:
+        engine.capture_graphs()  # a second at most, so that the first answers are drafted for as deep as pays
+    return engine
 
 
 def _speculation(depth: int | Literal["auto"], method: Literal["auto", "eagle3", "suffix"]) -> Speculation:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
+from eyas.engine.runner.exact_passes import DraftMask
 from eyas.engine.runner.round import Round
 from eyas.engine.runner.sampling_needs import needs_mask
 
@@ -27,11 +28,29 @@ def mask_of(made: Round, vocab_size: int) -> Tensor:
         seq = row.seq
         if row.samples and seq.finished is None and needs_mask(seq):
             for depth in range(1 + min(row.drafts, made.depth)):
-                line_V = mask_NV[number * width + depth]
-                if seq.matcher is not None and (allowed_V := seq.matcher.mask(seq.tokens, drafted[:depth])) is not None:
-                    line_V &= allowed_V
-                line_V[list(banned_tokens(seq, drafted[:depth]))] = False
+                _forbid(mask_NV[number * width + depth], seq, drafted[:depth])
     return mask_NV
+
+
+def draft_mask(made: Round, vocab_size: int) -> DraftMask:
+    """Masks for drafts of a round whose rows have no step in flight: a forbidden draft is never accepted."""
+
+    def mask(number: int, drafts: Sequence[int]) -> Tensor | None:
+        seq = made.rows[number].seq
+        if seq.finished is not None or not needs_mask(seq):
+            return None
+        mask_V = torch.ones(vocab_size, dtype=torch.bool)
+        _forbid(mask_V, seq, drafts)
+        return mask_V
+
+    return mask
+
+
+def _forbid(mask_V: Tensor, seq: SequenceState, drafts: Sequence[int]) -> None:
+    """Take out of a mask what may not come behind a request's tokens and these drafts."""
+    if seq.matcher is not None and (allowed_V := seq.matcher.mask(seq.tokens, drafts)) is not None:
+        mask_V &= allowed_V
+    mask_V[list(banned_tokens(seq, drafts))] = False
 
 
 def banned_tokens(seq: SequenceState, drafts: Sequence[int]) -> frozenset[int]:

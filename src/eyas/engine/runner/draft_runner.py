@@ -7,6 +7,7 @@ draft reads, the drafter reads them in a pass of its own (`catch_up`).
 
 from collections.abc import Callable
 
+from eyas.engine.masks import draft_mask
 from eyas.engine.runner.round import Round
 from eyas.engine.runner.round_runner import RoundRunner
 
@@ -50,7 +51,10 @@ class DraftRunner:
         made.drafter_reads = bool(late or depth)
 
     def _drafting(self, made: Round, reads: int) -> Callable[[], object]:
-        graphs = self._runner.graphs
+        runner, graphs = self._runner, self._runner.graphs
         if made.trees is not None:
             return graphs.drafting_trees(made.trees, made.blocks, reads, made.needs)
-        return graphs.drafting(made.bucket, made.blocks, reads, made.drafter_depth, made.needs)
+        # With a step in flight nobody knows yet what a grammar says.
+        heeds = made.masked and graphs.exact and runner.synchronous
+        mask = draft_mask(made, runner.target.model.vocab_size) if heeds else None
+        return graphs.drafting(made.bucket, made.blocks, reads, made.drafter_depth, made.needs, mask=mask)

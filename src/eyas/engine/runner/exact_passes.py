@@ -6,7 +6,7 @@ not looked at. Logits are left packed, those of live tokens row behind row (`ker
 Shapes: R rows, Q tokens of a row, K drafts, N tokens of a pass, M logits, D drafter hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -28,6 +28,10 @@ from eyas.kernels.elementwise import elementwise_for
 from eyas.kernels.exact_rounds import ExactLayout, Integers, spread
 from eyas.kernels.round_outcome import settle
 
+DraftMask = Callable[[int, Sequence[int]], Tensor | None]
+"""Which tokens may follow a row of a round and its drafts so far [V]; None: any."""
+HINDRANCE = 1e4
+"""What a forbidden draft loses: it is chosen where all are forbidden, and refused like any other."""
 MANY = 32
 """Tokens whose queries and outputs, which nobody needs, take longer than a pass of its own for the last one."""
 
@@ -43,6 +47,7 @@ def draft(
     reads: int,
     depth: int,
     blocks: int,
+    mask: DraftMask | None = None,
 ) -> Tensor:
     """Read the states that wait and draft up to `depth` tokens behind them."""
     arrays, size = state.arrays, drafter.cache.block_size
@@ -57,7 +62,7 @@ def draft(
     while row_R:
         ends = min(arrays.depth_R[row_R].tolist())
         at_once = None
-        if drafter.in_calls is not None and not needs.sampled:
+        if drafter.in_calls is not None and not needs.sampled and mask is None:
             attend = drafter.attend(arrays.next_tokens(size, row_R, 1 + made, ends - made - 1))
             at_once = drafter.in_calls.chains(normed_RD, feedback_RD, attend, ends - made)
         if at_once is not None:
@@ -65,7 +70,7 @@ def draft(
             arrays.sure_RK[row_R, made:ends] = at_once.chance_KR.T
             feedback_RD, made = at_once.feedback_RD, ends
         else:
-            _choose(state, drafter, sampling, needs, normed_RD, row_R, made)
+            _choose(state, drafter, sampling, needs, normed_RD, row_R, made, mask)
             made += 1
         places = [place for place, row in enumerate(row_R) if arrays.depth_R[row] > made]
         if not places:
@@ -117,9 +122,15 @@ def _choose(
     normed_RD: Tensor,
     row_R: Sequence[int],
     at: int,
+    mask: DraftMask | None,
 ) -> None:
     """Choose draft number `at` of these rows."""
     logits_RW, arrays = drafter.run.logits(normed_RD), state.arrays
+    for place, row in enumerate(row_R if mask is not None else ()):
+        assert mask is not None
+        allowed_V = mask(row, arrays.drafts_RK[row, :at].tolist())
+        if allowed_V is not None:
+            logits_RW[place] -= HINDRANCE * ~allowed_V[drafter.token_W]
     compiled = None if needs.sampled else elementwise_for(logits_RW)
     if compiled is not None:
         index_R, sure_R = compiled.most_likely_and_chance(logits_RW.contiguous())

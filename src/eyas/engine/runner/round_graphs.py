@@ -24,6 +24,7 @@ from eyas.engine.runner import exact_passes, round_passes, tree_passes
 from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.exact_passes import DraftMask
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
 from eyas.engine.runner.round_passes import PromptTokens, RoundTarget
@@ -209,8 +210,10 @@ class RoundGraphs:
         function = partial(self._passes.catch_up, state=self._state, drafter=self._drafter, rows=rows, blocks=blocks)
         return self._captured(CATCH_UP, (rows, blocks), function)
 
-    def drafting(self, rows: int, blocks: int, reads: int, depth: int, needs: Needs) -> Callable[[], object]:
-        """Chains."""
+    def drafting(
+        self, rows: int, blocks: int, reads: int, depth: int, needs: Needs, *, mask: DraftMask | None = None
+    ) -> Callable[[], object]:
+        """Chains. A mask says which drafts may be accepted; exact passes alone heed one."""
         assert self._drafter is not None
         cuts = _cuts(needs)
         function = partial(
@@ -224,6 +227,8 @@ class RoundGraphs:
             depth=depth,
             blocks=blocks,
         )
+        if mask is not None:
+            return partial(function, {}, mask=mask)
         return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
 
     def placing(self, rows: int, depth: int, own_depth: int) -> Callable[[], object]:

@@ -58,7 +58,7 @@ class RoundRunner:
         tree: Tree | None = None,
     ) -> None:
         """With a `tree`, drafts are trees of that shape alone."""
-        self.capture, self.queue = device.capture, device.queue
+        self.capture, self.queue, self.synchronous = device.capture, device.queue, device.synchronous
         cache, vocab_size = model.cache, model.vocab_size
         slots, most_tokens = room.recorded_rows, room.recorded_tokens
         most_blocks = -(-room.max_model_len // cache.block_size)
