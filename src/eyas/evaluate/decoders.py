@@ -120,6 +120,8 @@ class EngineDecoders:
                     stop_ids=self._stop_ids,
                     stop_strings=self._stop_strings,
                     speculation=speculation,
+                    # Behind a prefix that its drafter has not read, an answer begins without drafts.
+                    cache_salt=None if speculation.depth is None else self._drafter,
                 ),
             )
             for prompt in prompts
