@@ -5,7 +5,8 @@
 Speed does not depend on what weights say, acceptance does. So the target and the drafter are random, and how many
 drafts of a round are accepted is tossed to a given mean acceptance length (`tossed_engine.py`; vLLM calls it synthetic
 acceptance). With --vllm-python both engines answer the same prompts in turn, round after round, each in its process;
-vLLM is started once for plain decoding and once for drafts. Figures are medians over rounds:
+vLLM is started once for plain decoding and once for drafts. Every round tosses other coins, since one user may be lucky
+with one of them. Figures are medians over rounds:
 
     tokens/s   from the first prompt token to the last answer
     ratio      ours / vLLM, the median of the rounds' ratios
@@ -173,9 +174,9 @@ class Benchmark:
         ours.begin()
         runs: list[Json] = []
         others: list[Json] = []
-        for _ in range(arguments.rounds):
+        for number in range(arguments.rounds):
             prompts = self._prompts(users)
-            runs.append(ours.answer(prompts))
+            runs.append(ours.answer(prompts, first_seed=number * users))
             if vllm is not None:
                 others.append(vllm.answer(prompts, users=users, max_tokens=arguments.new))
         context = arguments.prompt + arguments.new / 2
@@ -253,8 +254,8 @@ class OurEngine:
         self._sampling, self._new = Sampling(temperature=arguments.temperature), arguments.new
         self._before = (0, 0)
 
-    def answer(self, prompts: Sequence[tuple[int, ...]]) -> Json:
-        """The same figures that `vllm_worker.answer` gives."""
+    def answer(self, prompts: Sequence[tuple[int, ...]], *, first_seed: int = 0) -> Json:
+        """The same figures that `vllm_worker.answer` gives. The seeds decide what is accepted, too."""
         engine, tokens, gaps = self.engine, 0, []
         asked = [
             Request(
@@ -262,7 +263,7 @@ class OurEngine:
                 sampling=self._sampling,
                 max_new_tokens=self._new,
                 speculation=self._speculation,
-                seed=user,
+                seed=first_seed + user,
                 detokenize=False,  # as vLLM is asked
             )
             for user, prompt in enumerate(prompts)
