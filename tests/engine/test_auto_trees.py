@@ -13,13 +13,14 @@ from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
 from eyas.engine.runner.round import Round, RoundResults
-from eyas.engine.speculation.draft import Candidates, Draft, Tree
+from eyas.engine.speculation.draft import Candidates, Tree
 from eyas.engine.speculation.drift import FEWEST_CHECKUPS
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport, outcome_of_tree
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
+from oracle.draft import Draft
 from oracle.reference import Tree as ReferenceTree
 from oracle.reference import decode_speculatively
 from oracle.rejection import SeededDraws

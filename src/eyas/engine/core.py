@@ -102,7 +102,7 @@ class EngineCore:
             self.runner.verify(made)
             if made.masked:
                 self._land()
-            self.runner.accept(made, mask_of(made, self.runner.target.model.vocab_size) if made.masked else None)
+            self.runner.accept(made, mask_of(made, self.runner.model.vocab_size) if made.masked else None)
         if len(self.runner.capture) > graphs and (seconds := time.perf_counter() - began) > SLOW_LAUNCH:
             new = len(self.runner.capture) - graphs
             logger.warning(f"a step took {seconds:.2f} s to launch, all requests waited; {new} CUDA graphs are new")
@@ -222,7 +222,7 @@ class EngineCore:
     def _commit_round(self, made: Round, report: StepReport) -> None:
         """Write down what requests got, and let those go whose end that was."""
         results, scheduler, outputs = made.collect(), self._scheduler, self._outputs
-        prompt_logprobs, hidden, offers = made.prompt_logprobs(), self.runner.target.model.kept_states, made.offers
+        prompt_logprobs, hidden, offers = made.prompt_logprobs(), self.runner.model.kept_states, made.offers
         fates = _Fates(made, results)
         for number, (row, tokens, taken) in enumerate(zip(made.rows, results.tokens, results.accepted, strict=True)):
             seq = row.seq

@@ -56,5 +56,5 @@ class DraftRunner:
             return graphs.drafting_trees(made.trees, made.blocks, reads, made.needs)
         # With a step in flight nobody knows yet what a grammar says.
         heeds = made.masked and graphs.exact and runner.synchronous
-        mask = draft_mask(made, runner.target.model.vocab_size) if heeds else None
+        mask = draft_mask(made, runner.model.vocab_size) if heeds else None
         return graphs.drafting(made.bucket, made.blocks, reads, made.drafter_depth, made.needs, mask=mask)

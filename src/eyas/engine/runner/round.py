@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.engine.logprobs import LogprobsTensors, TokenLogprobs
+from eyas.engine.logprobs import TokenLogprobs, tell_logprobs
 from eyas.engine.runner.device_queue import Mark
 from eyas.engine.runner.round_passes import RoundLine
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
@@ -151,7 +151,7 @@ class Round:
         assert self.output is not None
         line = self.output[number]
         told_QC = line[at.logprobs :].view(1 + at.depth, -1)
-        return tuple(_told(line[at.tokens : at.drafts], told_QC, count, asked))
+        return tuple(tell_logprobs(line[at.tokens : at.drafts][:count], told_QC[:count], asked))
 
     def prompt_logprobs(self) -> Mapping[int, Sequence[TokenLogprobs]]:
         """Of the prompt tokens behind those that were read, by the keys of the requests that ask for them."""
@@ -163,7 +163,7 @@ class Round:
             count, seq = row.prompt_logits, row.seq
             if count:
                 told_MC = self.prompt_output[first : first + count]
-                found[seq.key] = _told(told_MC[:, 0], told_MC[:, 1:], count, seq.request.prompt_logprobs or 0)
+                found[seq.key] = tell_logprobs(told_MC[:, 0], told_MC[:, 1:], seq.request.prompt_logprobs or 0)
                 first += count
         return found
 
@@ -186,11 +186,3 @@ class Round:
 
 def _between(began: Mark | None, ended: Mark | None) -> float:
     return 0.0 if began is None or ended is None else ended.seconds_since(began)
-
-
-def _told(token_Q: Tensor, told_QC: Tensor, count: int, asked: int) -> list[TokenLogprobs]:
-    """Log probabilities as `round_passes.logprob_columns` packs them."""
-    split = 2 + (told_QC.shape[1] - 2) // 2
-    logprob_Q, top_logprob_QK = (x.contiguous().view(torch.float64) for x in (told_QC[:, 0], told_QC[:, split:]))
-    columns = token_Q, logprob_Q, told_QC[:, 1], told_QC[:, 2:split], top_logprob_QK
-    return LogprobsTensors(*(column[:count] for column in columns)).tell([asked] * count)

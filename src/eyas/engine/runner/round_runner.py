@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.buckets import USUAL_BLOCKS
 from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.exact_passes import ExactPasses
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round import Round
 from eyas.engine.runner.round_device import RoundDevice
-from eyas.engine.runner.round_graphs import RoundGraphs, is_exact
-from eyas.engine.runner.round_passes import PromptTokens, RoundTarget
+from eyas.engine.runner.round_graphs import USUAL_BLOCKS, RoundGraphs
+from eyas.engine.runner.round_passes import PromptTokens
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
+from eyas.engine.runner.tree_passes import TreePasses
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import integers
@@ -71,12 +72,13 @@ class RoundRunner:
         # One more row is nobody's, and all are finite: where only some drafts are verified, old ones are sampled from.
         rows = max(most_tokens, slots) + 1
         logits_SV = untouched_zeros(rows, vocab_size, dtype=model.logits_dtype, device=place)
-        self.target = RoundTarget(model=model, logits_SV=logits_SV)
-        like_X = None
+        self.model, self._logits_SV, like_X = model, logits_SV, None
         if drafter is not None:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
             like_X = torch.empty(width, dtype=model.dtype, device=place)
+        # On a CPU nothing is captured and the device's numbers are the host's: passes need no padding.
+        exact = place.type == "cpu" and not self.capture.enabled
         self.state = RoundState(
             slots=slots,
             blocks=widest,
@@ -84,21 +86,19 @@ class RoundRunner:
             like_X=like_X,
             device=place,
             offers=room.max_offers > 0,
-            waiting=_waiting_states(like_X, slots) if is_exact(self.capture) and like_X is not None else 0,
+            waiting=_waiting_states(like_X, slots) if exact and like_X is not None else 0,
         )
         self.sampling = SlotSampling(slots, vocab_size, place)
-        self.graphs = RoundGraphs(
-            self.capture,
-            self.queue,
+        chance = device.chance
+        passes = (ExactPasses if exact else TreePasses)(
             state=self.state,
-            target=self.target,
+            model=model,
             drafter=drafter,
             sampling=self.sampling,
-            room=room,
-            blocks=self._usual_blocks,
-            tree=tree,
-            chance=device.chance,
+            logits_SV=logits_SV,
+            chance=None if chance is None else torch.tensor(chance, dtype=torch.float64, device=place),
         )
+        self.graphs = RoundGraphs(self.capture, self.queue, passes, room=room, blocks=self._usual_blocks, tree=tree)
         self.shapes = self.graphs.shapes
         self._drafts = drafter is not None
         self._stays = [NOBODY] * slots
@@ -122,7 +122,7 @@ class RoundRunner:
     @property
     def bytes(self) -> int:
         """Memory taken beside weights and blocks."""
-        return self.graphs.bytes + self.target.logits_SV.nbytes + self.state.bytes
+        return self.graphs.bytes + self._logits_SV.nbytes + self.state.bytes
 
     # --- a round -----------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class RoundRunner:
         return PromptTokens(
             place_M=integers(places, device),
             token_M=integers([behind[place] for place in places], device),
-            alternatives=min(asked, self.target.logits_SV.shape[1]),
+            alternatives=min(asked, self._logits_SV.shape[1]),
         )
 
     # --- seats -------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class RoundRunner:
         return self._kept_needs[1]
 
     def _send_blocks(self, seq: SequenceState) -> None:
-        slot, settled = slot_of(seq), seq.target_length // self.target.cache.block_size
+        slot, settled = slot_of(seq), seq.target_length // self.model.cache.block_size
         sent, blocks = self._blocks[slot], seq.blocks
         # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
         if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:

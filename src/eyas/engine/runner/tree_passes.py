@@ -13,88 +13,63 @@ be new, Q places of a row, N = R * Q, V vocabulary.
 import torch
 from torch import Tensor
 
-from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.drafts import step_for
-from eyas.engine.runner.graph_capture import Numbers
-from eyas.engine.runner.round_passes import RoundTarget, block_shape, with_logprobs
-from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.round_passes import RoundPasses, block_shape, with_logprobs
 from eyas.engine.runner.sampling_needs import Needs
-from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.kernels.round_layout import lay_out_draft
 from eyas.kernels.tree_draft import choose_candidates, grow, keep, lay_out_trees
 from eyas.kernels.tree_nodes import TreeNodes
 from eyas.kernels.tree_outcome import settle_trees
 
 
-def draft_trees(
-    _: Numbers,
-    *,
-    state: RoundState,
-    trees: TreeNodes,
-    drafter: DrafterRunner,
-    sampling: SlotSampling,
-    needs: Needs,
-    reads: int,
-    blocks: int,
-) -> Tensor:
-    """Read up to `reads` states of each row and grow trees, within as many slots as rows may draft."""
-    run, shape, rows = drafter.run, block_shape(drafter.cache, blocks), len(trees.kept_count_R)
-    layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=1)
-    tokens = layout.tokens
-    hidden_ND = drafter.fuse(state, layout.place_N)
-    output = step_for(run, hidden_ND, layout.ids_N, tokens.position_N, drafter.attend(tokens), layout.last_R)
-    slot_M, grown = state.row_slot[:rows], None
-    for at in range(1, trees.depth + 1):
-        logits_MW = run.logits(output.normed)
-        index_MW = None
-        if needs.sampled:
-            # The newest token stands at position length.
-            position_M = state.length_S[slot_M] + at
-            index_MW = sampling.draw_many(logits_MW, slot_M, position_M, drafter.token_W, needs, trees.width)
-        token_MW, sure_MW = choose_candidates(logits_MW, drafter.token_W, trees.width, index_MW)
-        grown = grow(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW, before=grown)
-        if grown is not None:
-            feedback_ND = output.feedback.index_select(0, grown.parent_N)
-            output = run.step(feedback_ND, grown.ids_N, grown.tokens.position_N, drafter.attend(grown.tokens))
-            slot_M = state.row_slot[:rows, None].expand(-1, trees.width).flatten()
-    keep(state, trees)
-    return trees.kept_token_RQ
+class TreePasses(RoundPasses):
+    """Passes of trees beside those of chains."""
 
+    def draft_trees(self, *, trees: TreeNodes, reads: int, blocks: int, needs: Needs) -> Tensor:
+        """Read up to `reads` states of each row and grow trees, within as many slots as rows may draft."""
+        state, drafter, rows = self.state, self.own_drafter, len(trees.kept_count_R)
+        shape = block_shape(drafter.cache, blocks)
+        layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=1)
+        output = drafter.step(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens, layout.last_R)
+        slot_M, grown = state.row_slot[:rows], None
+        for at in range(1, trees.depth + 1):
+            logits_MW = drafter.run.logits(output.normed)
+            index_MW = None
+            if needs.sampled:
+                # The newest token stands at position length.
+                position_M = state.length_S[slot_M] + at
+                index_MW = self.sampling.draw_many(logits_MW, slot_M, position_M, drafter.token_W, needs, trees.width)
+            token_MW, sure_MW = choose_candidates(logits_MW, drafter.token_W, trees.width, index_MW)
+            grown = grow(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW, before=grown)
+            if grown is not None:
+                feedback_ND = output.feedback.index_select(0, grown.parent_N)
+                output = drafter.step(feedback_ND, grown.ids_N, grown.tokens)
+                slot_M = state.row_slot[:rows, None].expand(-1, trees.width).flatten()
+        keep(state, trees)
+        return trees.kept_token_RQ
 
-def verify_trees(_: Numbers, *, state: RoundState, trees: TreeNodes, target: RoundTarget, blocks: int) -> Tensor:
-    """The target over the newest token and the kept nodes; logits and states are left place by place."""
-    layout = lay_out_trees(state, trees, block_shape(target.cache, blocks))
-    aux_NX = target.leave_logits(trees.kept_token_RQ.flatten(), layout, None)
-    if trees.states_NX is not None and aux_NX is not None:
-        trees.states_NX.copy_(aux_NX)
-    return trees.kept_token_RQ
+    def verify_trees(self, *, trees: TreeNodes, blocks: int) -> Tensor:
+        """The target over the newest token and the kept nodes; logits and states are left place by place."""
+        layout = lay_out_trees(self.state, trees, block_shape(self.model.cache, blocks))
+        aux_NX = self.run_target(trees.kept_token_RQ.flatten(), layout)
+        if trees.states_NX is not None and aux_NX is not None:
+            trees.states_NX.copy_(aux_NX)
+        return trees.kept_token_RQ
 
-
-def sample_trees(
-    _: Numbers,
-    *,
-    state: RoundState,
-    trees: TreeNodes,
-    target: RoundTarget,
-    sampling: SlotSampling,
-    chance: Tensor | None,
-    needs: Needs,
-) -> Tensor:
-    """What came of the round of each row, in one line of numbers (`RoundLine` says which)."""
-    rows, places = trees.kept_token_RQ.shape
-    slot_R, shape = state.row_slot[:rows], block_shape(target.cache, state.blocks)
-    logits_NV = target.logits_SV[: rows * places]
-    if needs.greedy:
-        outcome = settle_trees(state, trees, shape, logits_NV=logits_NV, chance=chance)
-    else:
-        position_R, nodes_RB = state.length_S[slot_R] + 1, trees.kept_token_RQ[:, 1:]
-        token_RQ = sampling.choose(logits_NV, slot_R, position_R, nodes_RB, needs, trees=trees)
-        outcome = settle_trees(state, trees, shape, token_RQ=token_RQ, chance=chance)
-    line_RC, path_RT = outcome.line_RC, outcome.path_RT
-    token_RT = line_RC[:, 2 : 3 + trees.depth]
-    sampling.note(slot_R, token_RT, line_RC[:, 0], needs)
-    target.move(outcome.from_M, outcome.to_M, rows)
-    place_N = (torch.arange(rows, device=path_RT.device)[:, None] * places + path_RT).flatten()
-    if state.states_SLX is not None and trees.states_NX is not None:
-        state.states_SLX.flatten(0, 1).index_copy_(0, outcome.ring_RT.flatten(), trees.states_NX[place_N])
-    return with_logprobs(line_RC, logits_NV, place_N, token_RT, needs)
+    def sample_trees(self, *, trees: TreeNodes, needs: Needs) -> Tensor:
+        """What came of the round of each row, in one line of numbers (`RoundLine` says which)."""
+        state, (rows, places), token_RQ = self.state, trees.kept_token_RQ.shape, None
+        slot_R, shape = state.row_slot[:rows], block_shape(self.model.cache, state.blocks)
+        logits_NV = self.logits_SV[: rows * places]
+        if not needs.greedy:
+            position_R, nodes_RB = state.length_S[slot_R] + 1, trees.kept_token_RQ[:, 1:]
+            token_RQ = self.sampling.choose(logits_NV, slot_R, position_R, nodes_RB, needs, trees=trees)
+        own_NV = logits_NV if token_RQ is None else None
+        outcome = settle_trees(state, trees, shape, logits_NV=own_NV, token_RQ=token_RQ, chance=self.chance)
+        line_RC, path_RT = outcome.line_RC, outcome.path_RT
+        token_RT = line_RC[:, 2 : 3 + trees.depth]
+        self.sampling.note(slot_R, token_RT, line_RC[:, 0], needs)
+        self.model.move(outcome.from_M, outcome.to_M, rows)
+        place_N = (torch.arange(rows, device=path_RT.device)[:, None] * places + path_RT).flatten()
+        if trees.states_NX is not None:
+            self.keep_states(outcome.ring_RT.flatten(), trees.states_NX[place_N])
+        return with_logprobs(line_RC, logits_NV, place_N, token_RT, needs)
