@@ -297,9 +297,9 @@ def test_stop_tokens_are_minded_until_there_are_enough_tokens() -> None:
     sampling = SlotSampling(1, 9, CPU)
     sampling.admit([0], [seq])()
     assert needs_mask(seq)
-    assert sampling.needs([seq]) == Needs(early=True)
+    assert sampling.needs([seq]) == Needs(early=True, masked=True)
     seq.tokens += [5, 6]
-    assert sampling.needs([seq]) == Needs()
+    assert sampling.needs([seq]) == Needs(masked=True)
 
 
 # Logprobs -------------------------------------------------------------------------------------------------------

@@ -1,12 +1,17 @@
-"""Drafts by one drafter: the controller says how deep, the draft runner queues the passes."""
+"""Drafts by one drafter: the controller says how deep, and the drafter's passes of a round are queued here.
 
-from collections.abc import Sequence
+Reading is lazy: the target's states of tokens that the drafter has not read wait in a ring on the device, and a pass
+that drafts reads them first. The host keeps a bound of how many may wait. Before they could outgrow the ring, or what a
+draft reads, the drafter reads them in a pass of its own.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from eyas.engine.drift_probe import DriftProbe
-from eyas.engine.proposer import PLAIN, DraftPlan
+from eyas.engine.masks import draft_mask
+from eyas.engine.proposer import PLAIN, DraftPlan, Proposer
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.draft_runner import DraftRunner
 from eyas.engine.runner.round import Round
 from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.speculation.choice import Choice
@@ -15,7 +20,7 @@ from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.step_report import StepReport
 
 
-class DrafterProposer:
+class DrafterProposer(Proposer):
     """Drafts for the requests of a step."""
 
     def __init__(
@@ -28,9 +33,8 @@ class DrafterProposer:
         tree: Tree | None,
     ) -> None:
         """With a `tree`, drafts are trees of that shape alone."""
-        self.layer_ids, self.drift_probe = layer_ids, drift_probe
+        self._layer_ids, self.drift_probe = layer_ids, drift_probe
         self._runner, self._controller, self._forced_tree = runner, controller, tree
-        self._passes = DraftRunner(runner)
         self._choice: Choice | None = None
         """The choice in force."""
         self._slots: dict[int, int] = {}
@@ -45,6 +49,11 @@ class DrafterProposer:
         self._look_due = False
         self._behind: list[SequenceState] = []
         """Requests that it would draft for if the drafter had read all of them."""
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers of the target whose states the drafter reads."""
+        return self._layer_ids
 
     @property
     def needs_landing(self) -> bool:
@@ -141,32 +150,60 @@ class DrafterProposer:
         """
         tree, auto, drift = self._forced_tree, seq.request.speculation.mode == "auto", self._controller.drift
         if tree is None and auto and self._choice is not None and self._choice.shape.kind == "tree":
-            shape = self._choice.shape
-            tree = Tree(depth=shape.depth, width=shape.width, budget=shape.budget)
+            tree = Tree.of(self._choice.shape)
         if tree is not None and auto and drift.firing:
             tree = replace(tree, depth=min(tree.depth, drift.deepest))
         return tree
 
     def draft(self, made: Round, plan: DraftPlan) -> None:
-        """Queue the drafter's passes; before that, look at one of the requests for drift, if it is time to."""
-        if self._look_due and not made.of_prompts:
+        """Let the drafter read what must be read, and draft chains or trees; for chunks of prompts, nothing.
+
+        Before that, one of the requests is looked at for drift, if it is time to.
+        """
+        if made.of_prompts:
+            return
+        if self._look_due:
             self._look_due = False
             seqs = [row.seq for row in made.rows if row.drafts and row.seq.followed]
             if seqs:
                 seq = min(seqs, key=self.drift_probe.last_look)
                 self.drift_probe.look(seq, self._runner.states_of(seq))
-        self._passes.draft(made)
+        runner, graphs, slot_R, depth = self._runner, self._runner.graphs, made.slot_R, made.drafter_depth
+        waits, follows = runner.waiting[slot_R].tolist(), runner.follows[slot_R].tolist()
+        waiting = max(states if followed else 0 for states, followed in zip(waits, follows, strict=True))
+        reads = 1 + depth
+        if depth and graphs.exact:
+            reads = max(1, waiting)
+        elif depth and waiting > reads:
+            reads = graphs.most_reads(made.bucket)
+        late = waiting > reads if depth else waiting + 1 + made.depth > runner.state.most_waiting
+        catch_up = graphs.catching_up(made.bucket, made.blocks) if late else None
+        draft = self._pass_of(made, 1 + depth if late else reads) if depth else None
+        runner.send_rows(made)
+        made.catch_up_seconds = runner.queue_timed(catch_up)
+        made.draft_seconds = runner.queue_timed(draft)
+        known = [0 if depth else 1 if late else states for states in waits]
+        drafts = zip(known, made.drafts, strict=True)
+        runner.waiting[slot_R] = [states + 1 + min(most, made.depth) for states, most in drafts]
+        made.drafter_reads = bool(late or depth)
+
+    def _pass_of(self, made: Round, reads: int) -> Callable[[], object]:
+        runner, graphs = self._runner, self._runner.graphs
+        if made.trees is not None:
+            return graphs.drafting_trees(made.trees, made.blocks, reads, made.needs)
+        # With a step in flight nobody knows yet what a grammar says.
+        heeds = made.masked and graphs.exact and runner.synchronous
+        mask = draft_mask(made, runner.model.vocab_size) if heeds else None
+        return graphs.drafting(made.bucket, made.blocks, reads, made.drafter_depth, made.needs, mask=mask)
 
     def observe(self, report: StepReport) -> None:
         """Tell the controller, and the drift alarm."""
-        self.drift_probe.follow(report.seqs, report.chains)
+        self.drift_probe.follow(report.chains)
         self._controller.observe(report)
 
-    def forget(self, key: int, *, ended: bool = True) -> None:
+    def forget(self, key: int) -> None:
         """Drop what is kept for a request that ended."""
-        if ended:
-            self._controller.forget(key)
-            self.drift_probe.forget(key)
+        self.drift_probe.forget(key)
 
     def warm_up(self) -> None:
         """A first look for drift takes many times what the others take."""

@@ -27,7 +27,7 @@ from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
-from eyas.engine.proposer import NoProposer, Proposer
+from eyas.engine.proposer import Proposer
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.model_runner import ModelRunner
@@ -136,7 +136,7 @@ class Engine:
         key, self._keys = self._keys, self._keys + 1
         seq = SequenceState(key=key, arrival=key, request=request)
         self.scheduler.add(seq)  # which may refuse it, before anybody else knows of it
-        self.core.submit(seq)
+        self.proposer.admit(seq)
         self._outputs.open(key, request)
         return key
 
@@ -163,7 +163,7 @@ class Engine:
         if not self.scheduler.cancel(key):
             return False
         self._outputs.drop(key)
-        self.core.forget(key)
+        self.proposer.forget(key)
         return True
 
     def abandon_step(self) -> None:
@@ -340,7 +340,7 @@ class Engine:
         # Trees: where they are not captured ahead, each shape would hold up a step when it is met.
         known = None if before is None else before.shapes
         controller.captures(known or replace(rounds.shapes, trees=()))
-        proposer: Proposer = NoProposer()
+        proposer = Proposer()
         if drafter is not None:
             probe = DriftProbe(
                 drafter, self.drift, share=config.drift_share, draw=_drawing(rounds, drafter), clock=self._clock
@@ -359,8 +359,6 @@ class Engine:
             synchronous=self._device.synchronous,
             clock=self._clock,
         )
-        for seq in self.scheduler.requests:
-            self.core.resume(seq)
 
     def _new_cache(self) -> KVCache:
         config = self.config

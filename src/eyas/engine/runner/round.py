@@ -23,6 +23,11 @@ from eyas.kernels.tree_nodes import TreeNodes
 Integers = NDArray[np.int64]
 
 
+def no_time() -> float:
+    """Of what did not run."""
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class TreeResults:
     """What the host learns of a row's tree."""
@@ -62,10 +67,8 @@ class Round:
     blocks: int
     """Of a row in the pass, at most."""
     needs: Needs
-    masked: bool
-    """Whether the host must say what may come before tokens are chosen."""
-    drafts: Sequence[int] | int = 0
-    """How many tokens may be drafted for each row."""
+    drafts: Sequence[int] = ()
+    """How many tokens may be drafted for each row that decodes."""
     depth: int = 0
     """Drafts of a row in the pass."""
     drafter_depth: int = 0
@@ -81,12 +84,10 @@ class Round:
     """Whether the drafter reads, of requests that it follows."""
     offers: Mapping[int, RoundOffer] = field(default_factory=dict)
     """Drafts that the host has looked up, by request."""
-    catch_up_began: Mark | None = None
-    catch_up_ended: Mark | None = None
-    """Around the pass in which the drafter reads what has waited while nothing was drafted."""
-    draft_began: Mark | None = None
-    draft_ended: Mark | None = None
-    """Around its passes that draft."""
+    catch_up_seconds: Callable[[], float] = no_time
+    """Of the pass in which the drafter reads what has waited while nothing was drafted, once the round has landed."""
+    draft_seconds: Callable[[], float] = no_time
+    """Of its passes that draft."""
     drafted: Mark | None = None
     drafts_RK: Tensor | None = None
     """Drafts on their way to the host, there with that mark, where the host makes a mask."""
@@ -96,16 +97,17 @@ class Round:
     """Log probabilities of prompt tokens, where some request asks for them."""
 
     @property
+    def masked(self) -> bool:
+        """Whether the host must say what may come before tokens are chosen."""
+        return self.needs.masked and any(row.samples for row in self.rows)
+
+    @property
     def line(self) -> RoundLine:
         """Where the numbers of a row stand in the output."""
         tree = None
         if self.trees is not None:
             tree = Tree(depth=self.depth, width=self.trees.width, budget=self.trees.budget)
         return RoundLine(depth=self.depth, alternatives=self.needs.logprobs, tree=tree)
-
-    def take(self, output: Tensor) -> None:
-        """Note what the sampler gave, where the host can read it."""
-        self.output = output
 
     def collect(self) -> RoundResults:
         """Wait for it."""
@@ -167,22 +169,8 @@ class Round:
                 first += count
         return found
 
-    @property
-    def catch_up_seconds(self) -> float:
-        """Of the drafter's reading of what had waited, once the round has landed."""
-        return _between(self.catch_up_began, self.catch_up_ended)
-
-    @property
-    def draft_seconds(self) -> float:
-        """Of the drafter's passes that draft."""
-        return _between(self.draft_began, self.draft_ended)
-
     def drafter_read(self, row: ScheduledRow, before: int) -> int:
         """How far the drafter has read with a row before which the target had read so much."""
         if self.of_prompts:
             return before + row.count - row.samples
         return before if self.drafter_depth else before - 1
-
-
-def _between(began: Mark | None, ended: Mark | None) -> float:
-    return 0.0 if began is None or ended is None else ended.seconds_since(began)

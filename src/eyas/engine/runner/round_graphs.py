@@ -137,7 +137,7 @@ class RoundGraphs:
                 if fewer < tokens:  # or the smaller bucket has a row for every token
                     for followed in self._manners:
                         self.reading(tokens, rows, blocks, followed=followed)
-                    self.sampling(rows, 0, NOTHING, masked=False)
+                    self.sampling(rows, 0, NOTHING)
         for rows in self._rows:
             if self._drafter is not None:
                 self.catching_up(rows, blocks)
@@ -148,7 +148,7 @@ class RoundGraphs:
                 self.verifying(rows, blocks, depth)
                 if depth == 0:
                     self.verifying(rows, blocks, depth, followed=False)
-                self.sampling(rows, depth, needs, masked=False)
+                self.sampling(rows, depth, needs)
                 for own_depth in self._own_depths(rows, depth) if self._offers and depth else ():
                     self.placing(rows, depth, own_depth)
                 for reads in {1 + depth, self.most_reads(rows)} if depth and own else ():
@@ -178,7 +178,7 @@ class RoundGraphs:
 
         for rows in sorted({*self._rows[::2], self._rows[-1]}):
             for depth in (0, *self._depths_for(rows)):
-                sample = self.sampling(rows, depth, NOTHING, masked=False)
+                sample = self.sampling(rows, depth, NOTHING)
                 target = self.verifying(rows, blocks, depth)
                 drafter = None
                 if depth and depth < self._deepest and self._drafter is not None:
@@ -229,9 +229,9 @@ class RoundGraphs:
         followed = followed and self._drafter is not None
         return self._captured(VERIFY, self._passes.verify, rows=rows, depth=depth, blocks=blocks, followed=followed)
 
-    def sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
+    def sampling(self, rows: int, depth: int, needs: Needs) -> Callable[[Tensor | None], Tensor]:
         """Logits to tokens. Not captured where few batches are alike."""
-        if masked or needs.shaped:
+        if needs.masked or needs.shaped:
             sample, device = self._passes.sample, self.capture.device
             return lambda mask_NV: sample(
                 rows=rows,

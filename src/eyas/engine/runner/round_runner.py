@@ -2,7 +2,7 @@
 
 A round of requests that decode is one copy in, up to three passes (draft, verify, sample) and one copy out; chunks of
 prompts have a read and a sample. Nobody waits between them, nor for the round before. The passes lie in
-`round_graphs.py`; the drafter's are queued by `draft_runner.py`.
+`round_graphs.py`; the drafter's are queued by `drafter_proposer.py`.
 
     begin_round, begin_read   seats for the rows, and which passes serve them
     verify                    the target over newest tokens and drafts, or over chunks of prompts
@@ -24,7 +24,7 @@ from eyas.engine.request import SequenceState
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.exact_passes import ExactPasses
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round import Round
+from eyas.engine.runner.round import Round, no_time
 from eyas.engine.runner.round_device import RoundDevice
 from eyas.engine.runner.round_graphs import USUAL_BLOCKS, RoundGraphs
 from eyas.engine.runner.round_passes import PromptTokens
@@ -130,7 +130,6 @@ class RoundRunner:
         self,
         rows: Sequence[ScheduledRow],
         *,
-        masked: bool = False,
         tree: Tree | None = None,
         drafter_depth: int | None = None,
     ) -> Round:
@@ -145,7 +144,7 @@ class RoundRunner:
         bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(max(block_counts))
         drafts, trees = [row.drafts for row in rows], None
         deepest = max(drafts)
-        if tree is not None and deepest and not masked:
+        if tree is not None and deepest and not needs.masked:
             trees = self.graphs.trees(bucket, tree)
         if trees is not None:
             depth = trees.depth
@@ -163,7 +162,6 @@ class RoundRunner:
             bucket=bucket,
             blocks=blocks,
             needs=needs,
-            masked=masked,
             drafts=drafts,
             depth=depth,
             drafter_depth=own_depth,
@@ -174,10 +172,10 @@ class RoundRunner:
             made.run_sample = self.graphs.sampling_trees(trees, needs)
         else:
             made.run_verify = self.graphs.verifying(bucket, blocks, depth, followed=any(follows))
-            made.run_sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
+            made.run_sample = self.graphs.sampling(bucket, depth, needs)
         return made
 
-    def begin_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> Round:
+    def begin_read(self, rows: Sequence[ScheduledRow]) -> Round:
         """Chunks of prompts, all in one pass; behind those that end a token is chosen."""
         slots = [slot_of(row.seq) for row in rows]
         needs, slot_R = self._take_seats(rows, slots), np.array(slots)
@@ -192,13 +190,11 @@ class RoundRunner:
             again = min(max(0, row.seq.written_length - row.start), row.count)
             kept += [1] * again + [0] * (row.count - again)
             start.append(len(ids))
-        made = Round(
-            rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs, masked=masked
-        )
+        made = Round(rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs)
         followed = bool(self.follows[slot_R].any())
         asked = self._prompt_tokens(rows, told, behind) if told else None
         inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=followed, asked=asked)
-        made.run_sample = self.graphs.sampling(bucket, 0, needs, masked=masked)
+        made.run_sample = self.graphs.sampling(bucket, 0, needs)
         inputs.write("ids", ids)
         inputs.write("behind", behind)
         inputs.write("kept", kept)
@@ -230,9 +226,13 @@ class RoundRunner:
 
     def accept(self, made: Round, mask_NV: Tensor | None = None) -> None:
         """Queue the choice of tokens, and their way to the host."""
+
+        def take() -> None:
+            made.output = made.run_sample(mask_NV)
+
         rows = len(made.rows)
         if self.graphs.exact:
-            self.queue.run(lambda: made.take(made.run_sample(mask_NV)))
+            self.queue.run(take)
         else:
             made.output = self._bring(lambda: made.run_sample(mask_NV)[:rows], rows, made.line.width)
         made.landed = self.queue.mark()
@@ -241,8 +241,17 @@ class RoundRunner:
         """Tell the device which rows the next passes are for, once."""
         if not made.sent:
             samples = [row.samples for row in made.rows] if made.of_prompts else 1
-            self.state.send_rows(self.queue, made.slot_R, made.drafts, samples)
+            self.state.send_rows(self.queue, made.slot_R, made.drafts or 0, samples)
             made.sent = True
+
+    def queue_timed(self, run: Callable[[], object] | None) -> Callable[[], float]:
+        """Queue a pass, if there is one; gives its seconds on the device, to be asked when it has run."""
+        if run is None:
+            return no_time
+        began = self.queue.mark()
+        self.queue.run(run)
+        ended = self.queue.mark()
+        return lambda: ended.seconds_since(began)
 
     def _bring_drafts(self, made: Round) -> None:
         """Bring drafts to the host, which makes a mask behind each of them."""

@@ -25,7 +25,7 @@ MOST_IN_A_ROUND = 16
 """Requests of a round up to which they are looked up: passes of many are full without."""
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Proposes what the text says, or what the inner proposer does, or both."""
 
     def __init__(self, inner: Proposer, drafts: SuffixDrafts, controller: Controller, runner: RoundRunner) -> None:
@@ -53,11 +53,10 @@ class SuffixProposer:
         if seq.request.speculation.by_suffix:
             self.drafts.admit(seq)
 
-    def forget(self, key: int, *, ended: bool = True) -> None:
-        """Drop what is kept for a request that ended; preemption takes nothing from its text."""
-        self.inner.forget(key, ended=ended)
-        if ended:
-            self.drafts.forget(key)
+    def forget(self, key: int) -> None:
+        """Drop what is kept for a request that ended."""
+        self.inner.forget(key)
+        self.drafts.forget(key)
 
     def warm_up(self) -> None:
         """Do for the first time what takes longer then."""
