@@ -14,8 +14,8 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
+from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.graph_capture import Function, GraphCapture
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.target.model import Target
 
 

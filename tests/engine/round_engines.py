@@ -14,9 +14,8 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Speculation
-from eyas.engine.runner.device_queue import DeviceQueue
+from eyas.engine.runner.device_queue import DeviceQueue, RoundDevice
 from eyas.engine.runner.graph_capture import Function, GraphCapture
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.plan.shapes import CHAIN
 from eyas.target.model import Target
 

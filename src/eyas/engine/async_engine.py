@@ -11,13 +11,14 @@ end.
 """
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta
@@ -130,27 +131,20 @@ class AsyncEngine:
 
     async def between_steps(self, look: Callable[[Engine], Seen]) -> Seen:
         """What `look` makes of the engine, asked on its thread while it stands still."""
-        loop = asyncio.get_running_loop()
-        seen: asyncio.Future[Seen] = loop.create_future()
-
-        def settle(result: Seen | None, error: Exception | None) -> None:
-            if not seen.done():
-                seen.set_exception(error) if error is not None else seen.set_result(cast(Seen, result))
+        seen: concurrent.futures.Future[Seen] = concurrent.futures.Future()
 
         def order() -> None:
-            result, failure = None, None
-            try:
-                self._require_sound()
-                result = look(self.engine)
-            except Exception as error:
-                failure = error
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, result, failure)
+            if seen.set_running_or_notify_cancel():
+                try:
+                    self._require_sound()
+                    seen.set_result(look(self.engine))
+                except Exception as error:
+                    seen.set_exception(error)
 
         if self._closed:
             raise EngineError("the engine is closed")
         self._orders.put(order)
-        return await seen
+        return await asyncio.wrap_future(seen)
 
     def _require_sound(self) -> None:
         if self._failure is not None:

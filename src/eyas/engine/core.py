@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.masks import mask_of
@@ -51,27 +52,18 @@ class Step:
     rounds: list[Round] = field(default_factory=list)
     """Requests that decode, then chunks of prompts."""
 
-    @property
-    def only_decodes(self) -> bool:
-        """Whether no prompt was read."""
-        return not any(made.of_prompts for made in self.rounds)
-
 
 class EngineCore:
     """Runs steps."""
 
+    runner: RoundRunner
+    """Runs passes."""
+
     def __init__(
-        self,
-        runner: RoundRunner,
-        scheduler: Scheduler,
-        proposer: Proposer,
-        outputs: OutputProcessor,
-        *,
-        synchronous: bool,
-        clock: Callable[[], float],
+        self, scheduler: Scheduler, outputs: OutputProcessor, *, synchronous: bool, clock: Callable[[], float]
     ) -> None:
-        self.runner, self.proposer, self.synchronous = runner, proposer, synchronous
-        self._scheduler, self._outputs, self._clock = scheduler, outputs, clock
+        self.outputs, self.proposer, self.synchronous = outputs, Proposer(), synchronous
+        self._scheduler, self._clock = scheduler, clock
         self._in_flight: Step | None = None
         self._plan: DraftPlan = PLAIN
         self._landed_at: float | None = None
@@ -82,46 +74,42 @@ class EngineCore:
         self.last_report: StepReport | None = None
         """Of the step that was committed last."""
 
+    def begin(self, runner: RoundRunner, proposer: Proposer) -> None:
+        """Go on with these, with nothing in flight."""
+        self.runner, self.proposer = runner, proposer
+        self._landed_at, self._thinking = None, 0.0
+
     @property
     def busy(self) -> bool:
         """Whether a step is in flight."""
         return self._in_flight is not None
 
-    @torch.inference_mode()
     def step(self) -> None:
         """Launch a step, if there is anything to do, and commit the one before it; both at once if synchronous."""
         began, graphs = time.perf_counter(), len(self.runner.capture)
         if self.proposer.needs_landing:
-            self._land()
+            self._commit()
         step = self._schedule()
         for made in step.rounds:
             self.proposer.draft(made, step.plan)
             self.runner.verify(made)
-            if made.masked:
-                self._land()
-            self.runner.accept(made, mask_of(made, self.runner.model.vocab_size) if made.masked else None)
+            self.runner.accept(made, self._mask(made))
         if len(self.runner.capture) > graphs and (seconds := time.perf_counter() - began) > SLOW_LAUNCH:
             new = len(self.runner.capture) - graphs
             logger.warning(f"a step took {seconds:.2f} s to launch, all requests waited; {new} CUDA graphs are new")
-        self._land()
-        if step.rounds:
-            self._in_flight = step
-        else:
-            self._landed_at = None
+        self._commit()
+        self._in_flight = step if step.rounds else None
         if self.synchronous:
-            self._land()
+            self._commit()
+        if not step.rounds:
+            self._landed_at = None
         self._learn()
 
     @torch.inference_mode()
     def land(self) -> None:
         """Wait until nothing is in flight."""
-        self._land()
+        self._commit()
         self._learn()
-
-    def _land(self) -> None:
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            self._commit(step)
 
     @torch.inference_mode()
     def abandon(self) -> None:
@@ -156,12 +144,21 @@ class EngineCore:
         self._thinking += self._clock() - began
         return self._plan.slots
 
+    def _mask(self, made: Round) -> Tensor | None:
+        """What the host says may come, once all tokens before are known."""
+        if not made.masked:
+            return None
+        self._commit()
+        return mask_of(made, self.runner.model.vocab_size)
+
     # --- commit ------------------------------------------------------------------------------------------------
 
-    def _commit(self, step: Step) -> None:
-        """Write down what a step gave, and report it."""
-        plan, report = step.plan, StepReport(choice=step.plan.choice)
-        report.offers = plan.offers
+    def _commit(self) -> None:
+        """Write down what the step in flight gave, if there is one, and report it."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        report = StepReport(choice=step.plan.choice, offers=step.plan.offers)
         for made in step.rounds:
             self._commit_round(made, report)
             if not made.of_prompts:
@@ -169,7 +166,7 @@ class EngineCore:
                 report.catching_up, report.draft_seconds = made.catch_up_seconds(), made.draft_seconds()
         self._scheduler.landed(step.scheduled)
         now = self._clock()
-        if step.only_decodes and self._landed_at is not None:
+        if self._landed_at is not None and not any(made.of_prompts for made in step.rounds):
             report.seconds, report.thinking = now - self._landed_at, self._thinking
         self._landed_at, self._thinking = now, 0.0
         self._reports.append(report)
@@ -187,7 +184,7 @@ class EngineCore:
 
     def _commit_round(self, made: Round, report: StepReport) -> None:
         """Write down what requests got, and let those go whose end that was."""
-        results, scheduler, outputs = made.collect(), self._scheduler, self._outputs
+        results, scheduler, outputs = made.collect(), self._scheduler, self.outputs
         prompt_logprobs, hidden, offers = made.prompt_logprobs(), self.runner.model.kept_states, made.offers
         chains = list[tuple[int, int]]()
         for number, (row, tokens, taken) in enumerate(zip(made.rows, results.tokens, results.accepted, strict=True)):

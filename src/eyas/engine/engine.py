@@ -29,9 +29,9 @@ from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
+from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.engine.runner.round_runner import RoundRunner, slot_of
 from eyas.engine.runner.weight_copy import UnlikeError
 from eyas.engine.scheduler import Scheduler
@@ -90,10 +90,14 @@ class Engine:
             max_prompt_logits=max(1, MOST_PROMPT_LOGITS // target.facts.vocab_size),
             drafter=drafter is not None,
         )
-        self._outputs = OutputProcessor(target.decoder())
+        self._device = device or RoundDevice.of(
+            target.device, graphs=config.graphs, overlap=config.async_scheduling, clock=clock
+        )
+        self.core = EngineCore(
+            self.scheduler, OutputProcessor(target.decoder()), synchronous=self._device.synchronous, clock=clock
+        )
         self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
-        self._device = device or RoundDevice.of(target.device, graphs=config.graphs, overlap=config.async_scheduling)
         self._warms_up = False
         """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
         self._drafting: DrafterRunner | None = None
@@ -137,7 +141,7 @@ class Engine:
         seq = SequenceState(key=key, arrival=key, request=request)
         self.scheduler.add(seq)  # which may refuse it, before anybody else knows of it
         self.proposer.admit(seq)
-        self._outputs.open(key, request)
+        self.core.outputs.open(key, request)
         return key
 
     def _require_drafts(self, speculation: Speculation) -> None:
@@ -162,7 +166,7 @@ class Engine:
         """Drop a request, wherever it is, and all that it held; False if it has ended already."""
         if not self.scheduler.cancel(key):
             return False
-        self._outputs.drop(key)
+        self.core.outputs.drop(key)
         self.proposer.forget(key)
         return True
 
@@ -172,17 +176,17 @@ class Engine:
 
     def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request that is under way; the object goes on counting."""
-        return self._outputs.stats_of(key)
+        return self.core.outputs.stats_of(key)
 
     @property
     def stats(self) -> SpecDecodeStats:
         """How speculation went for all requests together."""
-        return self._outputs.stats
+        return self.core.outputs.stats
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        return bool(self.core.busy or self.scheduler.waiting or self.scheduler.running or self._outputs.behind)
+        return bool(self.core.busy or self.scheduler.waiting or self.scheduler.running or self.core.outputs.behind)
 
     def generate(
         self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
@@ -243,6 +247,11 @@ class Engine:
     def drafts(self) -> bool:
         """Whether there is a drafter."""
         return self._drafting is not None
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who drafts."""
+        return self.core.proposer
 
     @property
     def suffix_bytes(self) -> int:
@@ -320,7 +329,8 @@ class Engine:
     def _draft_by(self, drafter: DrafterRunner | None) -> None:
         """Take steps with this drafter, or none, from now on: its passes, and what decides about them."""
         self._drafting = drafter
-        self.__dict__.pop("core", None)  # its graphs and buffers make room for the new ones
+        vars(self.core).pop("runner", None)  # its graphs and buffers make room for the new ones
+        self.core.proposer = Proposer()
         device = self._device = self._device.anew()
         room = self.config.room(self.target.device, self.max_model_len)
         self._take_core(RoundRunner(self.model_runner, drafter, device, room, tree=self.config.tree), drafter, None)
@@ -349,16 +359,8 @@ class Engine:
             proposer = DrafterProposer(rounds, controller, layer_ids=layer_ids, drift_probe=probe, tree=config.tree)
         if self._suffix is not None:
             proposer = SuffixProposer(proposer, self._suffix, controller, rounds)
-        self.proposer = proposer
         self.model_runner.layer_ids = proposer.layer_ids
-        self.core = EngineCore(
-            rounds,
-            self.scheduler,
-            proposer,
-            self._outputs,
-            synchronous=self._device.synchronous,
-            clock=self._clock,
-        )
+        self.core.begin(rounds, proposer)
 
     def _new_cache(self) -> KVCache:
         config = self.config
@@ -391,21 +393,25 @@ class Engine:
         """Time steps for requests that nobody made, so that the first choice of a depth is an informed one."""
         if self._drafting is None or self.scheduler.requests:
             return
-        outputs, began, shapes = self._outputs, self._clock(), self.core.runner.shapes
-        self._outputs = OutputProcessor(self.target.decoder())
-        self._take_core(self.core.runner, self._drafting, None)
-        steps: dict[tuple[int, Arm], float] = {}
-        for rows in REHEARSED_ROWS:
-            if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
-                break
-            for depth in sorted({min(depth, self.config.max_depth) for depth in REHEARSED_DEPTHS}):
-                seconds = self._rehearse_steps(rows, depth)
-                if seconds is not None:
-                    steps[rows, depth] = seconds
-        self._outputs = outputs
-        # All else that was learnt is of what nobody asked.
-        self._take_core(self.core.runner, self._drafting, None)
-        self.controller.captures(shapes)
+        core, outputs, began, steps = self.core, self.core.outputs, self._clock(), dict[tuple[int, Arm], float]()
+        core.outputs = OutputProcessor(self.target.decoder())
+        self._take_core(core.runner, self._drafting, None)
+        try:
+            for rows in REHEARSED_ROWS:
+                if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
+                    break
+                for depth in sorted({min(depth, self.config.max_depth) for depth in REHEARSED_DEPTHS}):
+                    seconds = self._rehearse_steps(rows, depth)
+                    if seconds is not None:
+                        steps[rows, depth] = seconds
+        finally:
+            for seq in self.scheduler.requests:  # of a step that failed
+                self.cancel(seq.key)
+            core.abandon()
+            core.outputs = outputs
+            # All else that was learnt is of what nobody asked.
+            self._take_core(core.runner, self._drafting, None)
+            self.controller.captures(core.runner.shapes)
         self.controller.rehearse(Rehearsal(steps=steps))
 
     def _rehearse_steps(self, rows: int, depth: int) -> float | None:
@@ -433,8 +439,7 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Go once through the algorithm; what it gave to whom."""
         self.core.step()
-        self._outputs.process()
-        return self._outputs.take()
+        return self.core.outputs.process()
 
 
 def _drawing(rounds: RoundRunner, drafter: DrafterRunner) -> Callable[[SequenceState, Tensor, int], Tensor]:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
+from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.exact_passes import ExactPasses
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round import Round, no_time
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.engine.runner.round_graphs import USUAL_BLOCKS, RoundGraphs
 from eyas.engine.runner.round_passes import PromptTokens
 from eyas.engine.runner.round_state import RoundState

@@ -39,21 +39,14 @@ class SlotSampling:
         self._tables = SlotTables(slots, vocab_size, device)
         self._vocab_size = vocab_size
         self._index_V = torch.arange(vocab_size, device=device)
-        self._needs: dict[int, Needs] = {}
-        """By the keys of requests that have a slot."""
-        self._owners: dict[int, int] = {}
-        """Their keys by slot."""
 
     def admit(self, slots: Sequence[int], seqs: Sequence[SequenceState]) -> Send:
         """Give slots to requests. What the host knows is read now; the returned function copies it to the device.
 
         The tokens of a request at this time are those that penalties count; `note` adds the later ones.
         """
-        for slot, seq in zip(slots, seqs, strict=True):
-            self._owners[slot] = seq.key
-            self._needs[seq.key] = sampling_needs(seq, self._vocab_size)
-        if len(self._needs) > 2 * len(self._owners):  # most of them have lost their slots
-            self._needs = {key: self._needs[key] for key in self._owners.values()}
+        for seq in seqs:
+            seq.needs = sampling_needs(seq, self._vocab_size)
         return self._tables.admit(slots, seqs)
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
@@ -63,10 +56,10 @@ class SlotSampling:
         return reduce(Needs.__or__, found.values(), NOTHING)
 
     def _needs_of(self, seq: SequenceState) -> Needs:
-        needs = self._needs[seq.key]
-        if needs.early:
-            needs = self._needs[seq.key] = sampling_needs(seq, self._vocab_size)
-        return needs
+        assert seq.needs is not None
+        if seq.needs.early:
+            seq.needs = sampling_needs(seq, self._vocab_size)
+        return seq.needs
 
     def choose(
         self,

@@ -67,8 +67,7 @@ class AnswerStream:
             )
         self._processor.add(seq, stop, drafted=0, accepted=0, logprobs=logprobs, prompt_logprobs=told)
         seq.tokens += stop.tokens
-        self._processor.process()
-        (delta,) = self._processor.take()
+        (delta,) = self._processor.process()
         if self._first is not None and 1 < len(delta.tokens) <= self._max_depth + 1:
             delta.depths = (*range(1, len(tokens)), 0)[: len(delta.tokens)]
         else:
