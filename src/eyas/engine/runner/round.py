@@ -16,7 +16,7 @@ from eyas.engine.runner.device_queue import Mark
 from eyas.engine.runner.round_passes import RoundLine
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.scheduler import ScheduledRow
-from eyas.engine.speculation.draft import Candidates, Tree
+from eyas.engine.speculation.draft import Candidates
 from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.kernels.tree_nodes import TreeNodes
 
@@ -104,46 +104,27 @@ class Round:
     @property
     def line(self) -> RoundLine:
         """Where the numbers of a row stand in the output."""
-        tree = None
-        if self.trees is not None:
-            tree = Tree(depth=self.depth, width=self.trees.width, budget=self.trees.budget)
-        return RoundLine(depth=self.depth, alternatives=self.needs.logprobs, tree=tree)
+        candidates = 0 if self.trees is None else self.trees.width
+        return RoundLine(depth=self.depth, alternatives=self.needs.logprobs, candidates=candidates)
 
     def collect(self) -> RoundResults:
         """Wait for it."""
         assert self.landed is not None, "to be accepted first"
         self.landed.wait()
         assert self.output is not None
-        at, output = self.line, self.output
-        if at.tree is not None:
-            return self._collect_trees(output, at.tree)
-        lines = output[:, : at.drafts].tolist()
-        sure_RK = output[:, at.sure : at.logprobs].contiguous().view(torch.float64)
-        return RoundResults(
+        at, trees = self.line, self.trees
+        lines = self.output[:, : at.drafts if trees is None else at.sure].tolist()
+        sure_RC = self.output[:, at.sure : at.logprobs].contiguous().view(torch.float64)
+        results = RoundResults(
             tokens=[line[2 : 2 + line[0]] for line in lines],
             accepted=[line[1] for line in lines],
-            confidences=sure_RK.tolist() if at.depth else [],
+            confidences=sure_RC.tolist() if at.depth and trees is None else [],
         )
-
-    def _collect_trees(self, output: Tensor, tree: Tree) -> RoundResults:
-        at = self.line
-        lines = output[:, : at.sure].tolist()
-        sure_RDW = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).view(-1, tree.depth, tree.width)
-        trees = []
-        for line, sure in zip(lines, sure_RDW.tolist(), strict=True):
-            candidates = list[Candidates]()
-            for first, chances in zip(range(at.drafts + 2, at.sure, tree.width), sure, strict=True):
-                if line[first] < 0:
-                    break
-                candidates.append(Candidates(tuple(line[first : first + tree.width]), tuple(chances)))
-            trees.append(TreeResults(deepest=line[at.drafts + 1], candidates=candidates))
-        return RoundResults(
-            tokens=[line[2 : 2 + line[0]] for line in lines],
-            accepted=[line[1] for line in lines],
-            confidences=[],
-            verified=[line[at.drafts] for line in lines],
-            trees=trees,
-        )
+        if trees is not None:
+            results.verified = [line[at.drafts] for line in lines]
+            sure_RDW = sure_RC.view(-1, trees.depth, trees.width).tolist()
+            results.trees = [_tree_of(line, sure, at) for line, sure in zip(lines, sure_RDW, strict=True)]
+        return results
 
     def logprobs(self, number: int, count: int) -> tuple[TokenLogprobs, ...] | None:
         """Of the first tokens of a row, if its request asks for them."""
@@ -174,3 +155,13 @@ class Round:
         if self.of_prompts:
             return before + row.count - row.samples
         return before if self.drafter_depth else before - 1
+
+
+def _tree_of(line: Sequence[int], sure_DW: Sequence[Sequence[float]], at: RoundLine) -> TreeResults:
+    """What the line of a row says of its tree."""
+    candidates = list[Candidates]()
+    for first, chances in zip(range(at.drafts + 2, at.sure, at.candidates), sure_DW, strict=True):
+        if line[first] < 0:
+            break
+        candidates.append(Candidates(tuple(line[first : first + at.candidates]), tuple(chances)))
+    return TreeResults(deepest=line[at.drafts + 1], candidates=candidates)

@@ -31,7 +31,6 @@ from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
-from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
 from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
@@ -254,12 +253,10 @@ class RoundLine:
     depth: int
     alternatives: int
     """Of logprobs; `NO_LOGPROBS` without."""
-    tree: Tree | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Q of them."""
-        return 2
+    candidates: int = 0
+    """Of a node of trees; 0: chains."""
+    tokens = 2
+    """Where Q of them begin."""
 
     @property
     def drafts(self) -> int:
@@ -269,12 +266,12 @@ class RoundLine:
     @property
     def sure(self) -> int:
         """How sure the drafter was of each; of trees, of each candidate."""
-        return self.drafts + (self.depth if self.tree is None else 2 + self.depth * self.tree.width)
+        return self.drafts + (2 + self.depth * self.candidates if self.candidates else self.depth)
 
     @property
     def logprobs(self) -> int:
         """For each token its logprob, its rank, the most likely tokens and theirs."""
-        return self.sure + self.depth * (1 if self.tree is None else self.tree.width)
+        return self.sure + self.depth * (self.candidates or 1)
 
     @property
     def width(self) -> int:

@@ -77,8 +77,11 @@ class RoundRunner:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
             like_X = torch.empty(width, dtype=model.dtype, device=place)
-        # On a CPU nothing is captured and the device's numbers are the host's: passes need no padding.
-        exact = place.type == "cpu" and not self.capture.enabled
+        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded. There the drafter reads
+        # any number of states at once, and of a request that ends before they are never read.
+        exact, waiting = place.type == "cpu" and not self.capture.enabled, 0
+        if exact and like_X is not None:
+            waiting = max(LUMP, PATIENCE_BYTES // ((slots + 1) * like_X.nbytes))
         self.state = RoundState(
             slots=slots,
             blocks=widest,
@@ -86,7 +89,7 @@ class RoundRunner:
             like_X=like_X,
             device=place,
             offers=room.max_offers > 0,
-            waiting=_waiting_states(like_X, slots) if exact and like_X is not None else 0,
+            waiting=waiting,
         )
         self.sampling = SlotSampling(slots, vocab_size, place)
         chance = device.chance
@@ -340,14 +343,6 @@ class RoundRunner:
         while blocks < needed:
             blocks *= 4
         return blocks
-
-
-def _waiting_states(like_X: Tensor, slots: int) -> int:
-    """States of a request that may wait where the drafter can read any number at once.
-
-    A request that ends before never costs the reading.
-    """
-    return max(LUMP, (PATIENCE_BYTES // ((slots + 1) * like_X.nbytes)))
 
 
 def slot_of(seq: SequenceState) -> int:
