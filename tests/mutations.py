@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a grammar's mask is that behind the last draft",
-        "engine/grammar/llguidance.py", "path = tuple(drafts)\n", "path = tuple(drafts[:-1])\n",
+        "grammar/llguidance.py", "path = tuple(drafts)\n", "path = tuple(drafts[:-1])\n",
         "engine/test_grammar.py",
     ),
     Mutation(

@@ -19,11 +19,11 @@ from engine.test_grammar import requests as grammar_requests
 from engine.test_rounds import build, tokens_of  # noqa: F401  fixtures are used by name
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
-from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request, Speculation
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport
+from eyas.grammar.llguidance import LlGuidance
 from eyas.plan.shapes import CAPTURED_TREES, CHAIN
 from eyas.sampling import Sampling
 from eyas.serve.learning.round_tally import RoundTally

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from eyas.errors import UserError
 
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
-    from eyas.engine.grammar.base import Grammar, GrammarMatcher
+    from eyas.engine.grammar import Grammar, GrammarMatcher
     from eyas.engine.logprobs import TokenLogprobs
     from eyas.engine.runner.sampling_needs import Needs
     from eyas.sampling import Sampling

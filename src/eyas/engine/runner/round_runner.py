@@ -77,8 +77,8 @@ class RoundRunner:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
             like_X = torch.empty(width, dtype=model.dtype, device=place)
-        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded. There the drafter reads
-        # any number of states at once, and of a request that ends before they are never read.
+        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded. The drafter reads any
+        # number of states at once there, and those of a request that ends before are never read.
         exact, waiting = place.type == "cpu" and not self.capture.enabled, 0
         if exact and like_X is not None:
             waiting = max(LUMP, PATIENCE_BYTES // ((slots + 1) * like_X.nbytes))

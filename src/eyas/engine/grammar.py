@@ -3,7 +3,7 @@
 A `Grammar` never changes and may serve many requests; a `GrammarMatcher` is one request's way through it. What a walk
 says depends on the tokens it is asked about and on nothing else, so drafts, their rejection, preemption and the company
 of other requests cannot show: the token of a position is still a function of the target's distribution there, with what
-the grammar forbids taken out (`verify.choose`).
+the grammar forbids taken out (`runner/slot_sampling.py`).
 
 Shapes: V target vocabulary.
 """
