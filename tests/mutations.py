@@ -67,8 +67,8 @@ MUTATIONS = (
     Mutation(
         "a shared block is free when its last owner lets go",
         "engine/kv_cache/block_manager.py",
-        "            if self._references[block] == 0:\n                if self._is",
-        "            if self._references[block] <= 1:\n                if self._is",
+        "            if self._references[block] == 0:\n                prefix",
+        "            if self._references[block] <= 1:\n                prefix",
         "engine/test_block_manager.py",
     ),
     Mutation(

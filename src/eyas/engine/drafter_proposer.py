@@ -33,7 +33,7 @@ class DrafterProposer(Proposer):
         tree: Tree | None,
     ) -> None:
         """With a `tree`, drafts are trees of that shape alone."""
-        self._layer_ids, self.drift_probe = layer_ids, drift_probe
+        self.layer_ids, self.drift_probe = layer_ids, drift_probe
         self._runner, self._controller, self._forced_tree = runner, controller, tree
         self._choice: Choice | None = None
         """The choice in force."""
@@ -49,11 +49,6 @@ class DrafterProposer(Proposer):
         self._look_due = False
         self._behind: list[SequenceState] = []
         """Requests that it would draft for if the drafter had read all of them."""
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose states the drafter reads."""
-        return self._layer_ids
 
     @property
     def needs_landing(self) -> bool:

@@ -254,11 +254,6 @@ class Engine:
         return self.core.proposer
 
     @property
-    def suffix_bytes(self) -> int:
-        """Memory that the texts kept for suffix drafts can take."""
-        return 0 if self._suffix is None else self._suffix.bytes
-
-    @property
     def lookups_by_requests(self) -> dict[int, dict[str, Any]]:
         """By requests of a round whether they are looked up for suffix drafts, and why."""
         return {} if self._suffix is None else self._suffix.gate.report()

@@ -44,10 +44,8 @@ PLAIN = DraftPlan()
 class Proposer:
     """What the engine's step asks of whoever drafts. This one drafts nothing, for an engine without a drafter."""
 
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose states it reads."""
-        return ()
+    layer_ids: tuple[int, ...] = ()
+    """Layers of the target whose states it reads."""
 
     @property
     def needs_landing(self) -> bool:

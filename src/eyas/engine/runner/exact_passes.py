@@ -18,9 +18,8 @@ from eyas.drafter.model import DepthOutput
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import Numbers
-from eyas.engine.runner.round_passes import PromptTokens, with_logprobs
+from eyas.engine.runner.round_passes import PromptTokens, RoundPasses, with_logprobs
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
-from eyas.engine.runner.tree_passes import TreePasses
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import elementwise_for
 from eyas.kernels.exact_rounds import ExactLayout, Integers, spread
@@ -34,7 +33,7 @@ MANY = 32
 """Tokens whose queries and outputs, which nobody needs, take longer than a pass of its own for the last one."""
 
 
-class ExactPasses(TreePasses):
+class ExactPasses(RoundPasses):
     """Passes as large as what is live in them."""
 
     def catch_up(self, *, rows: int, blocks: int) -> Tensor:

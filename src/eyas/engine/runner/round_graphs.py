@@ -23,9 +23,8 @@ from torch import Tensor
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.exact_passes import DraftMask, ExactPasses
 from eyas.engine.runner.graph_capture import Function, GraphCapture, InputBuffers
-from eyas.engine.runner.round_passes import PromptTokens
+from eyas.engine.runner.round_passes import PromptTokens, RoundPasses
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
-from eyas.engine.runner.tree_passes import TreePasses
 from eyas.engine.speculation.captured_shapes import CapturedShapes
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.step_report import Arm, Rehearsal
@@ -59,7 +58,7 @@ class RoundGraphs:
         self,
         capture: GraphCapture,
         queue: DeviceQueue,
-        passes: TreePasses,
+        passes: RoundPasses,
         *,
         room: Room,
         blocks: int,

@@ -27,11 +27,10 @@ from eyas.engine.runner.exact_passes import ExactPasses
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round import Round, no_time
 from eyas.engine.runner.round_graphs import USUAL_BLOCKS, RoundGraphs
-from eyas.engine.runner.round_passes import PromptTokens
+from eyas.engine.runner.round_passes import PromptTokens, RoundPasses
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
-from eyas.engine.runner.tree_passes import TreePasses
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import integers
@@ -93,7 +92,7 @@ class RoundRunner:
         )
         self.sampling = SlotSampling(slots, vocab_size, place)
         chance = device.chance
-        passes = (ExactPasses if exact else TreePasses)(
+        passes = (ExactPasses if exact else RoundPasses)(
             state=self.state,
             model=model,
             drafter=drafter,

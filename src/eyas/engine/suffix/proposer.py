@@ -29,18 +29,13 @@ class SuffixProposer(Proposer):
     """Proposes what the text says, or what the inner proposer does, or both."""
 
     def __init__(self, inner: Proposer, drafts: SuffixDrafts, controller: Controller, runner: RoundRunner) -> None:
-        self.inner, self.drafts = inner, drafts
+        self.inner, self.drafts, self.layer_ids = inner, drafts, inner.layer_ids
         self._controller, self._runner = controller, runner
         self._choice = SuffixChoice(controller.costs, runner.shapes, exact=runner.graphs.exact)
         self._drafter_rate = 0.0
         """Tokens per second and request that the drafter's latest plan promises; 0 without one."""
         self._saved = 0.0
         """Seconds that look-ups are expected to save, less those that they took; since that was booked."""
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose states are needed."""
-        return self.inner.layer_ids
 
     @property
     def needs_landing(self) -> bool:
