@@ -34,30 +34,24 @@ class EngineError(RuntimeError):
     """A request ended because the engine did, not by its own fault."""
 
 
-class _Mailbox:
+class _Mailbox(asyncio.Queue[Event]):
     """What came for one stream and was not taken yet. Only its loop touches it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.loop = asyncio.get_running_loop()
-        self._events: list[Event] = []
-        self._arrived = asyncio.Event()
-
-    def put(self, event: Event) -> None:
-        """Add what came."""
-        self._events.append(event)
-        self._arrived.set()
 
     async def take(self) -> list[Event]:
         """All that came since the last time, as soon as there is something."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
+        events = [await self.get()]
+        while not self.empty():
+            events.append(self.get_nowait())
         return events
 
 
 def _deliver(mail: Sequence[tuple[_Mailbox, Event]]) -> None:
     for mailbox, event in mail:
-        mailbox.put(event)
+        mailbox.put_nowait(event)
 
 
 class AsyncEngine:

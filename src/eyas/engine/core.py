@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.masks import mask_of
 from eyas.engine.output import OutputProcessor
 from eyas.engine.proposer import PLAIN, DraftPlan, Proposer
@@ -200,6 +199,7 @@ class EngineCore:
                 piece = outputs.add_tokens(seq, tokens, offered, taken, by_suffix)
             else:
                 begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens, seq.limit)
+                told = begins and seq.request.prompt_logprobs is not None
                 seq.prompt_logprobs += prompt_logprobs.get(seq.key, ())
                 scheduler.commit(seq, row.count + max(0, len(stop.tokens) - 1), stop.tokens, drafter_length)
                 if row.samples:
@@ -210,7 +210,7 @@ class EngineCore:
                         drafted=offered,
                         accepted=taken,
                         logprobs=made.logprobs(number, len(stop.tokens)),
-                        prompt_logprobs=_whole_prompt(seq) if begins else None,
+                        prompt_logprobs=tuple(seq.prompt_logprobs) if told else None,
                         hidden_TX=hidden.read(seq.blocks, seq.target_length) if hidden is not None and ended else None,
                         suffix_drafted=by_suffix,
                     )
@@ -249,8 +249,3 @@ def _drafted(
     if results.verified is not None:
         offered = min(row.drafts, results.verified[number])
     return of_drafter, by_suffix, offered
-
-
-def _whole_prompt(seq: SequenceState) -> tuple[TokenLogprobs, ...] | None:
-    """Log probabilities of a prompt, if they were asked for."""
-    return None if seq.request.prompt_logprobs is None else tuple(seq.prompt_logprobs)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
+from eyas.drafter.weight_copy import UnlikeError
 from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit, require_kv_cache_dtype
 from eyas.engine.core import EngineCore
 from eyas.engine.drafter_proposer import DrafterProposer
@@ -33,7 +34,6 @@ from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_runner import RoundRunner, slot_of
-from eyas.engine.runner.weight_copy import UnlikeError
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.drift import DriftAlarm
@@ -42,7 +42,6 @@ from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.errors import UserError
 from eyas.sampling import Sampling
-from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
 from eyas.target.rope import settle_rope
 
@@ -80,7 +79,10 @@ class Engine:
         self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
         cache = self._new_cache()
-        self.model_runner = ModelRunner(target, cache, self._kept_states(cache))
+        kept, layers = None, config.hidden_state_layers
+        if layers:
+            kept = HiddenStateCache(layers, cache, target)
+        self.model_runner = ModelRunner(target, cache, kept)
         self.block_manager = BlockManager(self.budget.blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             self.block_manager,
@@ -104,19 +106,6 @@ class Engine:
         self._draft_by(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
         if config.capture_ahead:
             self.capture_graphs()
-
-    def _kept_states(self, cache: KVCache) -> HiddenStateCache | None:
-        config, target = self.config, self.target
-        if not config.hidden_state_layers:
-            return None
-        return HiddenStateCache(
-            check_aux_layer_ids(config.hidden_state_layers, target.facts.num_hidden_layers),
-            slots=cache.slots,
-            block_size=config.block_size,
-            hidden_size=target.facts.hidden_size,
-            dtype=target.dtype,
-            device=target.device,
-        )
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -279,12 +268,20 @@ class Engine:
         if drafter is not None:
             require_fit(drafter, self.target)
             if in_place and self._drafting is not None:
-                reason = self._copy_weights(drafter, self._drafting)
-                if reason is None:
+                self._device.queue.mark().wait()  # what follows the tokens of a step that has landed
+                try:
+                    self._drafting.take_weights(drafter, self.target.facts)
+                except UnlikeError as why:
+                    if or_refuse:
+                        raise UserError(
+                            f"the drafter cannot take the place of the one at work: {why}; use one like it"
+                        ) from None
+                    logger.info(f"the drafter is replaced, not overwritten: {why}")
+                else:
+                    self.scheduler.note_new_weights()
+                    # Times of passes are still known. Of acceptance, nothing learnt of other weights is believed.
+                    self._take_core(self.core.runner, self._drafting, self.controller)
                     return True
-                if or_refuse:
-                    raise UserError(f"the drafter cannot take the place of the one at work: {reason}; use one like it")
-                logger.info(f"the drafter is replaced, not overwritten: {reason}")
         if or_refuse:
             raise UserError("there is no drafter whose place another could take; swap it without or_refuse")
         runner = None
@@ -302,20 +299,6 @@ class Engine:
         if self._warms_up:
             self.capture_graphs()
         return False
-
-    def _copy_weights(self, drafter: Drafter, runner: DrafterRunner) -> str | None:
-        """Let the drafter at work have the weights of another; why not, if that is not possible.
-
-        Times of passes are still known. Of acceptance, nothing that was learnt of other weights is believed.
-        """
-        self._device.queue.mark().wait()  # what follows the tokens of a step that has landed
-        try:
-            runner.take_weights(drafter, self.target.facts)
-        except UnlikeError as reason:
-            return str(reason)
-        self.scheduler.note_new_weights()
-        self._take_core(self.core.runner, runner, self.controller)
-        return None
 
     def _drafter_runner(self, drafter: Drafter, cache: KVCache) -> DrafterRunner:
         config = self.config

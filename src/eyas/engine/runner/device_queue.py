@@ -36,18 +36,6 @@ class DeviceQueue(Protocol):
         """The place behind all that was put in so far."""
 
 
-class CUDAStreamQueue:
-    """The current CUDA stream: operations are launched at once and run later by themselves."""
-
-    def run(self, function: Callable[[], object]) -> None:
-        """Launch what it launches."""
-        function()
-
-    def mark(self) -> Mark:
-        """An event."""
-        return _EventMark()
-
-
 class _EventMark:
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -74,6 +62,14 @@ class ImmediateQueue:
     def mark(self) -> Mark:
         """The present time."""
         return _TimeMark(self._clock())
+
+
+class CUDAStreamQueue(ImmediateQueue):
+    """The current CUDA stream: what is called launches operations, which run later by themselves."""
+
+    def mark(self) -> Mark:
+        """An event."""
+        return _EventMark()
 
 
 class _TimeMark:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ class InputBuffers:
     Every number is an int64. What was written is staged in pinned memory, which a copy reads without waiting.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        total = sum(prod(shape) for shape in shapes.values())
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        total = sum(sizes.values())
         self._from = torch.zeros(total, dtype=torch.int64)
         self._to = torch.zeros(total, dtype=torch.int64, device=device)
         numbers: NDArray[np.int64] = self._from.numpy()
@@ -39,19 +38,17 @@ class InputBuffers:
         self.device: dict[str, Tensor] = {}
         """What was sent last."""
         end = 0
-        for name, shape in shapes.items():
-            start, end = end, end + prod(shape)
-            self._host[name] = numbers[start:end]
-            self.device[name] = self._to[start:end].view(shape)
+        for name, size in sizes.items():
+            start, end = end, end + size
+            self._host[name], self.device[name] = numbers[start:end], self._to[start:end]
 
-    def write(self, name: str, numbers: Sequence[int]) -> None:
-        """Fill a table from its beginning, row by row; what is behind becomes 0."""
-        table = self._host[name]
-        table[: len(numbers)] = numbers
-        table[len(numbers) :] = 0
-
-    def staged(self) -> Callable[[], None]:
-        """What is written now, to be brought to the device by calling this; the tables may be written again at once."""
+    def staged(self, **numbers: Sequence[int]) -> Callable[[], None]:
+        """Tables with these at their beginnings and 0 behind, to be brought to the device by calling this; others may
+        be staged at once.
+        """
+        for name, told in numbers.items():
+            table = self._host[name]
+            table[: len(told)], table[len(told) :] = told, 0
         kept = self._from.clone()
         if self._to.is_cuda:
             kept = kept.pin_memory()

@@ -291,7 +291,7 @@ class RoundGraphs:
         inputs = self._inputs.get(bucket) if captured else None
         if inputs is None:
             inputs = InputBuffers(
-                {"ids": (count,), "behind": (count,), "kept": (count,), "start": (rows + 1,), "base": (rows,)},
+                {"ids": count, "behind": count, "kept": count, "start": rows + 1, "base": rows},
                 self.capture.device,
             )
         read = partial(self._passes.read, inputs.device, rows=rows, blocks=blocks, followed=followed, asked=asked)

@@ -25,7 +25,7 @@ from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.exact_passes import ExactPasses
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round import Round, no_time
+from eyas.engine.runner.round import Integers, Round, no_time
 from eyas.engine.runner.round_graphs import USUAL_BLOCKS, RoundGraphs
 from eyas.engine.runner.round_passes import PromptTokens, RoundPasses
 from eyas.engine.runner.round_state import RoundState
@@ -140,8 +140,7 @@ class RoundRunner:
         The drafter drafts no deeper than `drafter_depth`, if one is given. With a tree each row grows one within its
         slots, but not where the host makes masks: one for every node would take it longer than trees gain.
         """
-        slots = [slot_of(row.seq) for row in rows]
-        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        needs, slot_R = self._take_seats(rows)
         block_counts, asked, follows, _ = self._by_slot[:, slot_R].tolist()
         bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(max(block_counts))
         drafts, trees = [row.drafts for row in rows], None
@@ -157,18 +156,8 @@ class RoundRunner:
         own_depth = 0
         if self._drafts and depth:
             own_depth = depth if drafter_depth is None else min(depth, self.shapes.depth_for(drafter_depth))
-        made = Round(
-            rows=rows,
-            slot_R=slot_R,
-            of_prompts=False,
-            bucket=bucket,
-            blocks=blocks,
-            needs=needs,
-            drafts=drafts,
-            depth=depth,
-            drafter_depth=own_depth,
-            trees=trees,
-        )
+        made = Round(rows=rows, slot_R=slot_R, of_prompts=False, bucket=bucket, blocks=blocks, needs=needs)
+        made.drafts, made.depth, made.drafter_depth, made.trees = drafts, depth, own_depth, trees
         if trees is not None:
             made.run_verify = self.graphs.verifying_trees(trees, blocks)
             made.run_sample = self.graphs.sampling_trees(trees, needs)
@@ -179,8 +168,7 @@ class RoundRunner:
 
     def begin_read(self, rows: Sequence[ScheduledRow]) -> Round:
         """Chunks of prompts, all in one pass; behind those that end a token is chosen."""
-        slots = [slot_of(row.seq) for row in rows]
-        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        needs, slot_R = self._take_seats(rows)
         bucket = self.graphs.chunk_rows_for(len(rows))
         blocks = self._block_bucket(int(self._block_counts[slot_R].max()))
         ids, behind, kept, start, told = list[int](), list[int](), list[int](), [0], list[int]()
@@ -197,14 +185,11 @@ class RoundRunner:
         asked = self._prompt_tokens(rows, told, behind) if told else None
         inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=followed, asked=asked)
         made.run_sample = self.graphs.sampling(bucket, 0, needs)
-        inputs.write("ids", ids)
-        inputs.write("behind", behind)
-        inputs.write("kept", kept)
-        inputs.write("start", start + [len(ids)] * (bucket + 1 - len(start)))
-        inputs.write("base", [row.start for row in rows])
+        start += [len(ids)] * (bucket + 1 - len(start))
+        bring = inputs.staged(ids=ids, behind=behind, kept=kept, start=start, base=[row.start for row in rows])
 
         def run() -> None:
-            self.queue.run(inputs.staged())
+            self.queue.run(bring)
             self.queue.run(read)
             if asked is not None:
                 made.prompt_output = self._bring(asked.take, *asked.shape)
@@ -284,9 +269,9 @@ class RoundRunner:
 
     # --- seats -------------------------------------------------------------------------------------------------
 
-    def _take_seats(self, rows: Sequence[ScheduledRow], slots: list[int]) -> Needs:
-        """Tell the device of requests that are new in their slots, and of new blocks; what all of them need."""
-        tables, kept_slots = self._tables, self._kept_needs[0]
+    def _take_seats(self, rows: Sequence[ScheduledRow]) -> tuple[Needs, Integers]:
+        """Tell the device of requests that are new in their slots, and of new blocks; what all need, their slots."""
+        slots, tables, kept_slots = [slot_of(row.seq) for row in rows], self._tables, self._kept_needs[0]
         changed = [row.seq for row, slot in zip(rows, slots, strict=True) if tables[slot] != row.seq.table]
         new = [seq for seq in changed if self._stays[slot_of(seq)] != seq.stay]
         for seq in new:
@@ -299,7 +284,7 @@ class RoundRunner:
         # The same requests need the same, until one has the length before which it may not stop.
         if new or slots != kept_slots or self._kept_needs[1].early:
             self._kept_needs = slots, self.sampling.needs([row.seq for row in rows])
-        return self._kept_needs[1]
+        return self._kept_needs[1], np.array(slots)
 
     def _send_blocks(self, seq: SequenceState) -> None:
         slot, settled = slot_of(seq), seq.target_length // self.model.cache.block_size

@@ -14,6 +14,7 @@ Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -85,16 +86,11 @@ class SlotSampling:
         logits_RQV = logits_NV.view(rows, width, -1)
         most = max(1, MOST_AT_ONCE // (width * self._vocab_size))
         position_RQ = position_R[:, None] + (self._index_V[:width] if trees is None else trees.kept_depth_RQ)
+        seen = repeat(None) if trees is None else torch.split(trees.kept_sees_RQ, most)
+        columns = (torch.split(x, most) for x in (logits_RQV, slot_R, position_RQ, drafts_RK))
         parts = [
-            self._choose_part(
-                logits_RQV[part],
-                slot_R[part],
-                position_RQ[part],
-                drafts_RK[part],
-                None if trees is None else trees.kept_sees_RQ[part],
-                needs,
-            )
-            for part in (slice(start, start + most) for start in range(0, rows, most))
+            self._choose_part(logits, slots, positions, drafts, sees, needs)
+            for logits, slots, positions, drafts, sees in zip(*columns, seen, strict=False)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
