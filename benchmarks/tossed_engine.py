@@ -5,6 +5,7 @@ Everything about forced acceptance is here; the benchmarks that use it see an en
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,9 +52,11 @@ class TimedCapture(GraphCapture):
         super().__init__(**options)
         self.events = defaultdict(list)
 
-    def get(self, kind: str, bucket: tuple[object, ...], function: Function) -> Function | None:
+    def get(
+        self, kind: str, bucket: tuple[object, ...], function: Function, before: Callable[[], object]
+    ) -> Function | None:
         """A graph whose replays are timed."""
-        replay = super().get(kind, bucket, function)
+        replay = super().get(kind, bucket, function, before)
         if replay is None:
             return None
 

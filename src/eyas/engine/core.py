@@ -198,7 +198,7 @@ class EngineCore:
                 scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
                 piece = outputs.add_tokens(seq, tokens, offered, taken, by_suffix)
             else:
-                begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens, seq.limit)
+                begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens)
                 told = begins and seq.request.prompt_logprobs is not None
                 seq.prompt_logprobs += prompt_logprobs.get(seq.key, ())
                 scheduler.commit(seq, row.count + max(0, len(stop.tokens) - 1), stop.tokens, drafter_length)

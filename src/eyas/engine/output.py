@@ -248,11 +248,11 @@ class OutputProcessor:
         """How speculation goes for a request under way; the object goes on counting."""
         return self._answers[key].stats
 
-    def check_stop(self, seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
-        """How many of these new tokens belong to the answer, which may come to `limit` tokens, and whether it ends."""
+    def check_stop(self, seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
+        """How many of these new tokens belong to the answer, and whether it ends."""
         if seq.matcher is not None and seq.matcher.failure is not None and tokens:
             return StopCheck(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
-        stop = _until_the_end(seq, tokens, limit)
+        stop = _until_the_end(seq, tokens)
         if seq.request.stop_strings:
             stream = self._answers[seq.key].stream
             assert stream is not None, "a request with stop strings has text"
@@ -284,19 +284,17 @@ class OutputProcessor:
         self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int, suffix_drafted: int = 0
     ) -> OutputDelta:
         """The same where the answer goes on and nothing but its tokens was asked for."""
-        answer = self._answers[seq.key]
+        answer, depths, cached = self._answers[seq.key], _depths(accepted, len(tokens)), seq.num_cached_tokens or 0
         piece = OutputDelta(
-            *(answer.key, tuple(tokens), (), _depths(accepted, len(tokens)), drafted, accepted, suffix_drafted),
-            num_cached_tokens=seq.num_cached_tokens or 0,
+            answer.key, tuple(tokens), (), depths, drafted, accepted, suffix_drafted, num_cached_tokens=cached
         )
         self._notes.append((answer, piece))
         return piece
 
     def process(self) -> list[OutputDelta]:
         """Put into words and count what was noted."""
-        notes, self._notes = self._notes, []
         kinds = Counter[tuple[int, int, int, int]]()
-        for answer, piece in notes:
+        for answer, piece in self._notes:
             tokens, stream = piece.tokens, answer.stream
             count = len(tokens)
             if stream is None:
@@ -310,7 +308,8 @@ class OutputProcessor:
             kinds[piece.drafted, piece.accepted, count, piece.suffix_drafted] += 1
         for kind, times in kinds.items():  # of all requests together, alike ones at once
             self.stats.count(*kind, times)
-        return [piece for _, piece in notes]
+        pieces, self._notes = [piece for _, piece in self._notes], []
+        return pieces
 
     def _decode_skipping(self, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
         return self._decode(tokens, skip_special_tokens)
@@ -327,13 +326,13 @@ def _no_texts(count: int) -> tuple[str, ...]:
     return ("",) * count
 
 
-def _until_the_end(seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
+def _until_the_end(seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
     """Up to a stop token or the limit; what the text may say is left out."""
     request = seq.request
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids and seq.new_tokens + count > request.min_new_tokens:
             return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.STOP, reason=token)
-        if len(seq.tokens) + count >= limit:
+        if len(seq.tokens) + count >= seq.limit:
             return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.LENGTH)
     return StopCheck(tokens=list(tokens), finished=None)
 

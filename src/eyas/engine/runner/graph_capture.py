@@ -82,16 +82,17 @@ class GraphCapture:
         """One that has captured nothing."""
         return replace(self, bytes=0, refused=set(), _made={}, _pool=None)
 
-    def has(self, kind: str, bucket: tuple[object, ...]) -> bool:
-        """Whether a bucket has its graph, so that nothing is run to make it."""
-        return (kind, *bucket) in self._made
-
-    def get(self, kind: str, bucket: tuple[object, ...], function: Function) -> Function | None:
-        """What replays the graph of a bucket, made now if it was not yet; None if that fails."""
+    def get(
+        self, kind: str, bucket: tuple[object, ...], function: Function, before: Callable[[], object]
+    ) -> Function | None:
+        """What replays the graph of a bucket, made now if it was not yet, with `before` called first; None if that
+        fails.
+        """
         if not self.enabled or kind in self.refused:
             return None
         made = self._made.get((kind, *bucket))
         if made is None:
+            before()
             try:
                 made = self._capture(function)
             except Exception as error:  # whatever it is, decoding goes on

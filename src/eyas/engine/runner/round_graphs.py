@@ -309,9 +309,7 @@ class RoundGraphs:
         return self._graph(kind, bucket, function) or function
 
     def _graph(self, kind: str, bucket: tuple[object, ...], function: Function) -> Function | None:
-        if not self.capture.has(kind, bucket):
-            self._queue.run(self._state.blank_rows)
-        return self.capture.get(kind, bucket, function)
+        return self.capture.get(kind, bucket, function, lambda: self._queue.run(self._state.blank_rows))
 
 
 def _cuts(needs: Needs) -> Needs:

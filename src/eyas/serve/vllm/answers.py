@@ -45,7 +45,7 @@ class AnswerStream:
         if self._last is not None:
             return None
         seq, tokens = self._seq, [int(token) for token in choice.get("token_ids") or ()]
-        stop = self._processor.check_stop(seq, tokens, seq.limit)
+        stop = self._processor.check_stop(seq, tokens)
         if stop.finished is None and (reason := choice.get("finish_reason")) is not None:
             if reason in ("abort", "error"):
                 raise EngineError(f"vLLM ended the answer: {reason}")
