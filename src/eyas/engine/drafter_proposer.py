@@ -70,9 +70,11 @@ class DrafterProposer(Proposer):
             return self._planned()
         choice = self._controller.choose([_facts(seq) for seq in decoding], after=max(1, self._steps))
         self._choice, self._steps = choice, 1
-        if choice.rests:
-            self._unfollow(decoding)
-        self._tree = self._tree_of_round(decoding)
+        for seq in decoding if choice.rests else ():
+            if _is_on_auto(seq):  # left alone to its end: with a drafter that rests it costs what it would without
+                seq.speculates = False
+                self._runner.unfollow(seq)
+        self._tree = self._tree_of_round(decoding, choice)
         self._slots, self._usual_slots = {}, 0
         for seq, depth in zip(decoding, choice.depths, strict=True):
             self._slots[seq.key] = depth if self._tree is None or not depth else self._tree.slots
@@ -89,13 +91,6 @@ class DrafterProposer(Proposer):
             self._behind = [seq for seq in self._behind if seq.lags]
             slots = slots | {seq.key: 0 for seq in self._behind}
         return DraftPlan(slots=slots, tree=self._tree, choice=self._choice)
-
-    def _unfollow(self, seqs: Sequence[SequenceState]) -> None:
-        """Leave requests on auto alone, to their end: with a drafter that rests they cost what they would without."""
-        for seq in seqs:
-            if _is_on_auto(seq):
-                seq.speculates = False
-                self._runner.unfollow(seq)
 
     @property
     def _holds(self) -> bool:
@@ -133,20 +128,17 @@ class DrafterProposer(Proposer):
             return True
         return shapes.have(rows, choice.shape, max(choice.depths))
 
-    def _tree_of_round(self, seqs: Sequence[SequenceState]) -> Tree | None:
-        """The tree for all requests of a round, the shallowest of what each should grow: rounds have one shape."""
-        trees = [tree for seq in seqs if (tree := self._tree_of(seq)) is not None]
-        return min(trees, key=lambda tree: tree.depth, default=None)
+    def _tree_of_round(self, seqs: Sequence[SequenceState], choice: Choice) -> Tree | None:
+        """The tree for all requests of a round, which have one shape: one that is forced on all, or what was chosen.
 
-    def _tree_of(self, seq: SequenceState) -> Tree | None:
-        """The tree to grow for a request: one that is forced on all, or what was chosen for those on auto.
-
-        While the drift alarm fires, these grow no deeper than is healthy.
+        While the drift alarm fires, trees of requests on auto grow no deeper than is healthy.
         """
-        tree, auto, drift = self._forced_tree, seq.request.speculation.mode == "auto", self._controller.drift
-        if tree is None and auto and self._choice is not None and self._choice.shape.kind == "tree":
-            tree = Tree.of(self._choice.shape)
-        if tree is not None and auto and drift.firing:
+        tree, drift = self._forced_tree, self._controller.drift
+        if all(seq.request.speculation.mode != "auto" for seq in seqs):
+            return tree
+        if tree is None and choice.shape.kind == "tree":
+            tree = Tree.of(choice.shape)
+        if tree is not None and drift.firing:
             tree = replace(tree, depth=min(tree.depth, drift.deepest))
         return tree
 

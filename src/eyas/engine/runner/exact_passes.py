@@ -22,7 +22,7 @@ from eyas.engine.runner.round_passes import PromptTokens, RoundPasses, with_logp
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import elementwise_for
-from eyas.kernels.exact_rounds import ExactLayout, Integers, spread
+from eyas.kernels.exact_rounds import ExactLayout, spread
 from eyas.kernels.round_outcome import settle
 
 DraftMask = Callable[[int, Sequence[int]], Tensor | None]
@@ -144,9 +144,11 @@ class ExactPasses(RoundPasses):
         state, arrays, logits_NV, tokens = self.state, self.state.arrays, self.logits_SV, rows * (1 + depth)
         live = arrays.live_tokens(rows, depth)
         packed = live < tokens and needs.greedy and mask_NV is None and needs.logprobs == NO_LOGPROBS
-        logits_NV = (
-            logits_NV[:live] if packed or live == tokens else logits_NV[_places(arrays.live(rows, depth), 1 + depth)]
-        )
+        if packed or live == tokens:
+            logits_NV = logits_NV[:live]
+        else:  # those of every token of every row, by where they lie among those packed; nobody's are the first
+            place_RQ = spread(np.arange(live), arrays.live(rows, depth), 1 + depth)
+            logits_NV = logits_NV[torch.from_numpy(place_RQ.flatten())]
         slot_R = state.row_slot[:rows]
         if needs.greedy and mask_NV is None:
             compiled = elementwise_for(logits_NV)
@@ -202,8 +204,3 @@ class ExactPasses(RoundPasses):
             arrays.length_S[slot] = end - sampled
             arrays.drafted_S[slot] = (end - sampled) * arrays.follows_S[slot]
         return last_R
-
-
-def _places(live_R: Integers, width: int) -> Tensor:
-    """Where the logits of every token of every row lie among those packed; nobody's are the first."""
-    return torch.from_numpy(spread(np.arange(int(live_R.sum())), live_R, width).flatten())

@@ -175,15 +175,16 @@ class RoundGraphs:
             ended.wait()
             return ended.seconds_since(began) / REHEARSALS
 
+        def timed(verify: Callable[[], object], sample: Callable[[None], object]) -> float:
+            queue.run(self._state.blank_rows)
+            return seconds(verify, partial(sample, None))
+
         for rows in sorted({*self._rows[::2], self._rows[-1]}):
             for depth in (0, *self._depths_for(rows)):
-                sample = self.sampling(rows, depth, NOTHING)
-                target = self.verifying(rows, blocks, depth)
                 drafter = None
                 if depth and depth < self._deepest and self._drafter is not None:
                     drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING)
-                queue.run(self._state.blank_rows)
-                passes = seconds(target, partial(sample, None))
+                passes = timed(self.verifying(rows, blocks, depth), self.sampling(rows, depth, NOTHING))
                 if drafter is not None or depth == 0:
                     steps[rows, depth] = passes + (0.0 if drafter is None else seconds(drafter))
                 if self._offers and depth:
@@ -192,10 +193,8 @@ class RoundGraphs:
             if shape in self.shapes.trees_for(rows):
                 trees = self.trees(rows, Tree.of(shape))
                 assert trees is not None, "the shapes fit"
-                sample, target = self.sampling_trees(trees, NOTHING), self.verifying_trees(trees, blocks)
                 drafter = self.drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
-                queue.run(self._state.blank_rows)
-                passes = seconds(target, partial(sample, None))
+                passes = timed(self.verifying_trees(trees, blocks), self.sampling_trees(trees, NOTHING))
                 steps[rows, shape] = passes + seconds(drafter)
         return Rehearsal(steps=steps)
 

@@ -182,7 +182,14 @@ class RoundRunner:
             start.append(len(ids))
         made = Round(rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs)
         followed = bool(self.follows[slot_R].any())
-        asked = self._prompt_tokens(rows, told, behind) if told else None
+        asked, device = None, self.capture.device
+        if told:
+            most = max(row.seq.request.prompt_logprobs or 0 for row in rows)
+            asked = PromptTokens(
+                place_M=integers(told, device),
+                token_M=integers([behind[place] for place in told], device),
+                alternatives=min(most, self._logits_SV.shape[1]),
+            )
         inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=followed, asked=asked)
         made.run_sample = self.graphs.sampling(bucket, 0, needs)
         start += [len(ids)] * (bucket + 1 - len(start))
@@ -201,7 +208,10 @@ class RoundRunner:
         """Queue the target's pass."""
         self.send_rows(made)
         if made.masked and made.depth:
-            self._bring_drafts(made)
+            state, shape = self.state, (len(made.rows), made.depth)
+            # The host makes a mask behind each of them.
+            made.drafts_RK = self._bring(lambda: state.drafts_RK[: shape[0], : shape[1]], *shape)
+            made.drafted = self.queue.mark()
         if not made.of_prompts:
             self.queue.run(made.run_verify)
             return
@@ -240,12 +250,6 @@ class RoundRunner:
         ended = self.queue.mark()
         return lambda: ended.seconds_since(began)
 
-    def _bring_drafts(self, made: Round) -> None:
-        """Bring drafts to the host, which makes a mask behind each of them."""
-        state, rows, depth = self.state, len(made.rows), made.depth
-        made.drafts_RK = self._bring(lambda: state.drafts_RK[:rows, :depth], rows, depth)
-        made.drafted = self.queue.mark()
-
     def states_of(self, seq: SequenceState) -> Tensor:
         """The states [T, X] that wait for the drafter; nothing may be in flight."""
         assert self.state.states_SLX is not None
@@ -257,15 +261,6 @@ class RoundRunner:
         host = torch.empty(shape, dtype=torch.int64, pin_memory=self.capture.device.type == "cuda")
         self.queue.run(lambda: host.copy_(compute(), non_blocking=True))
         return host
-
-    def _prompt_tokens(self, rows: Sequence[ScheduledRow], places: list[int], behind: list[int]) -> PromptTokens:
-        """Prompt tokens whose log probabilities somebody asks for."""
-        device, asked = self.capture.device, max(row.seq.request.prompt_logprobs or 0 for row in rows)
-        return PromptTokens(
-            place_M=integers(places, device),
-            token_M=integers([behind[place] for place in places], device),
-            alternatives=min(asked, self._logits_SV.shape[1]),
-        )
 
     # --- seats -------------------------------------------------------------------------------------------------
 
