@@ -15,9 +15,8 @@ from torch import Tensor
 import tiny
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantised_linears import linear_names
-from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner import fused_drafter as choice
-from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.kernels.attention.metadata import AttentionMetadata

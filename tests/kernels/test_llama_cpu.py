@@ -10,8 +10,7 @@ import torch
 
 from each import each
 from eyas.drafter.model import Drafter
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
 from eyas.kernels.attention.choose import choose_backend

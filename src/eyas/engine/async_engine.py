@@ -62,16 +62,12 @@ class AsyncEngine:
         self._mend = mend
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """Why nothing is served any more, if so."""
         self._owes = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why nothing is served any more, if so."""
-        return self._failure
 
     async def stream(
         self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
@@ -141,8 +137,8 @@ class AsyncEngine:
         return await asyncio.wrap_future(seen)
 
     def _require_sound(self) -> None:
-        if self._failure is not None:
-            raise EngineError("the engine has failed and serves no more") from self._failure
+        if self.failure is not None:
+            raise EngineError("the engine has failed and serves no more") from self.failure
 
     def close(self) -> None:
         """Stop after the step under way; open streams end with an error."""
@@ -162,7 +158,7 @@ class AsyncEngine:
         while True:
             try:
                 # Without work the thread sleeps until an order comes; with work it takes what is there.
-                at_work = self._failure is None and (self.engine.busy or self._owes)
+                at_work = self.failure is None and (self.engine.busy or self._owes)
                 order = self._orders.get(block=not at_work)
             except queue.Empty:
                 self._step()
@@ -213,7 +209,7 @@ class AsyncEngine:
 
     def _give_up(self, failure: BaseException) -> None:
         """End all streams and serve no more."""
-        self._failure = failure
+        self.failure = failure
         for key in self._mailboxes:
             with suppress(Exception):  # an engine that failed may fail at this too
                 self.engine.cancel(key)

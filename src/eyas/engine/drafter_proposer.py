@@ -65,7 +65,8 @@ class DrafterProposer(Proposer):
         """How deep each request drafts, by the choice in force or by a new one."""
         if not decoding:
             return PLAIN
-        if self._holds and self._fits(decoding):
+        in_force, surprised = self._choice, self._controller.surprised
+        if in_force is not None and self._steps < in_force.holds and not surprised and self._fits(decoding):
             self._steps += 1
             return self._planned()
         choice = self._controller.choose([_facts(seq) for seq in decoding], after=max(1, self._steps))
@@ -91,11 +92,6 @@ class DrafterProposer(Proposer):
             self._behind = [seq for seq in self._behind if seq.lags]
             slots = slots | {seq.key: 0 for seq in self._behind}
         return DraftPlan(slots=slots, tree=self._tree, choice=self._choice)
-
-    @property
-    def _holds(self) -> bool:
-        """Whether the choice in force is meant for one step more."""
-        return self._choice is not None and self._steps < self._choice.holds and not self._controller.surprised
 
     def _fits(self, decoding: Sequence[SequenceState]) -> bool:
         """Whether the choice in force is one for these requests: about as many, and none that it says nothing about.

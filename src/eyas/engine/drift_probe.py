@@ -120,14 +120,14 @@ class DriftProbe:
         seq = SequenceState(key=-1, arrival=-1, request=asked, drafter_length=read, target_length=read + 1, blocks=[0])
         config, weight = drafter.model.config, drafter.model.norm_weight
         states_TX = weight.new_zeros(1, config.num_aux_hidden_states * config.target_hidden_size)
+
+        def likeliest(_seq: SequenceState, logits_1W: Tensor, _at: int) -> Tensor:
+            return drafter.token_W[logits_1W.argmax(dim=-1)]
+
         for _ in range(2):
             started = self._clock()
-            examine(drafter, seq, states_TX, self._alarm.max_depth, lambda _seq, logits_1W, _at: self._first(logits_1W))
+            examine(drafter, seq, states_TX, self._alarm.max_depth, likeliest)
             self._cost = self._clock() - started
-
-    def _first(self, logits_1W: Tensor) -> Tensor:
-        """The likeliest draft."""
-        return self._drafter.token_W[logits_1W.argmax(dim=-1)]
 
     def due(self, drafting: int) -> bool:
         """Whether it is time to look, in a step that drafts for so many requests. To be asked once a step."""

@@ -145,10 +145,6 @@ class Scheduler:
         """How many launched steps have not landed."""
         return len(self._steps)
 
-    def limit(self, seq: SequenceState) -> int:
-        """The most tokens a request can come to, prompt included; with them it must be finished."""
-        return min(seq.limit, self._max_length)
-
     def add(self, seq: SequenceState) -> None:
         """Let a request wait for its turn; refuse one whose turn could never come."""
         assert seq.key not in self._lives, f"request {seq.key} is here already"
@@ -158,7 +154,7 @@ class Scheduler:
                 f"the prompt of request {seq.key} has {seq.prompt_length} tokens, above the {self._max_length - 1} "
                 f"that leave room for an answer; shorten it or raise the longest context {self._max_length}"
             )
-        size, most, limit = self._size, self._block_manager.blocks, self.limit(seq)
+        size, most, limit = self._size, self._block_manager.blocks, min(seq.limit, self._max_length)
         blocks = self._block_manager.blocks_for(limit - 1)  # the last token is never read
         if blocks > most:
             raise UserError(
@@ -354,7 +350,7 @@ class Scheduler:
         assert len(self._running) <= self._max_num_seqs
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
-            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq) == seq.limit
+            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= seq.limit <= self._max_length
             assert not seq.lags or seq.drafter_length < seq.written_length <= seq.target_length, (
                 f"request {seq.key} lags"
             )

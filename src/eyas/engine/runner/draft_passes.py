@@ -7,8 +7,7 @@ from torch import Tensor
 
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.llama.eagle import ChainsOutput
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from eyas.drafter.config import HasLayers
 from eyas.drafter.model import DepthOutput, Drafter
 from eyas.drafter.weight_copy import copy_weights, paired, require_alike, shared_places
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.round_state import RoundState
 from eyas.kernels.attention.metadata import AttentionMetadata

@@ -23,8 +23,7 @@ from torch.nn import functional
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Attention, DepthOutput, Drafter, FirstLayer, RMSNorm
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import has_triton

@@ -77,13 +77,17 @@ class RoundGraphs:
         self._tokens = range(1, self._deepest + 1) if self.exact else TOKENS
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
+        trees = list[Shape]()
+        if passes.drafter is not None and tree is None:
+            words = len(passes.drafter.token_W)
+            trees = [shape for shape in CAPTURED_TREES if shape.depth <= max_depth and shape.width <= words]
         self.shapes = CapturedShapes(
             rows=self._rows,
             depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in self._tokens} - {0}))
             if passes.drafter or max_offers
             else (),
             most_tokens=most_tokens,
-            trees=tuple(self._considered()) if tree is None else (),
+            trees=tuple(trees),
             offered=(max_offers,) if max_offers > max_depth else (),
         )
         self._forced_tree, self._offers = None if passes.drafter is None else tree, max_offers > 0
@@ -91,17 +95,6 @@ class RoundGraphs:
         """Of captured passes that read prompts."""
         self.nodes: dict[tuple[int, ...], TreeNodes] = {}
         """Memory of trees, by rows, depth, width and budget."""
-
-    def _considered(self) -> list[Shape]:
-        """Trees that may be chosen."""
-        if self._drafter is None:
-            return []
-        return [x for x in CAPTURED_TREES if x.depth < self._deepest and x.width <= len(self._drafter.token_W)]
-
-    @property
-    def _manners(self) -> tuple[bool, ...]:
-        """Whether a drafter follows: of what it can, both, since a drafter that has collapsed follows nobody."""
-        return (False,) if self._drafter is None else (True, False)
 
     @property
     def bytes(self) -> int:
@@ -134,7 +127,8 @@ class RoundGraphs:
         for tokens in self._chunks:
             for fewer, rows in pairwise((0, *self._chunk_rows)):
                 if fewer < tokens:  # or the smaller bucket has a row for every token
-                    for followed in self._manners:
+                    # With the drafter and without: one that has collapsed follows nobody.
+                    for followed in {False, self._drafter is not None}:
                         self.reading(tokens, rows, blocks, followed=followed)
                     self.sampling(rows, 0, NOTHING)
         for rows in self._rows:

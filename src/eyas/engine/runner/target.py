@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.errors import UserError
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow

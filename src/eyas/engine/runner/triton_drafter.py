@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from eyas.drafter.attention import Attend
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.fused_drafter import NotEagleError, first_layer, heads_norm, plain_attention, product_of
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
