@@ -79,10 +79,8 @@ class Engine:
         self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
         cache = self._new_cache()
-        kept, layers = None, config.hidden_state_layers
-        if layers:
-            kept = HiddenStateCache(layers, cache, target)
-        self.model_runner = ModelRunner(target, cache, kept)
+        layers = config.hidden_state_layers
+        self.model_runner = ModelRunner(target, cache, HiddenStateCache(layers, cache, target) if layers else None)
         self.block_manager = BlockManager(self.budget.blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             self.block_manager,

@@ -15,13 +15,13 @@ dim, E outputs of a product.
 """
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
-from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Attention, DepthOutput, Drafter, FirstLayer, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.draft_passes import DraftPasses
@@ -46,6 +46,60 @@ QUANTISED_TOLERANCE = 2e-2
 
 class NotEagleError(Exception):
     """A drafter has no fused pass; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EagleParts:
+    """What a drafter of one plain layer multiplies by: linears that read the same are one product."""
+
+    layer: FirstLayer
+    fc: Product
+    qkv: Product
+    kv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    qk_norm: FusedNorm | None
+    """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
+    sizes: LlamaSizes
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "EagleParts":
+        """`NotEagleError` where it is another kind of drafter."""
+        config, layer, qk_norm = drafter.config, drafter.layers[0], None
+        if len(drafter.layers) > 1:
+            raise NotEagleError(f"it has {len(drafter.layers)} layers")
+        if not isinstance(layer, FirstLayer):
+            raise NotEagleError("it is an EAGLE-1 drafter, for which there is no fused pass")
+        attention, mlp = layer.self_attn, layer.mlp
+        if not isinstance(attention, Attention):
+            raise NotEagleError("its attention is latent (MLA), for which there is no fused pass")
+        heads, keys, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = (attention.q_norm, heads), (attention.k_norm, keys)
+            weight_BK = torch.cat([norm.weight.detach().expand(count, -1) for norm, count in norms])
+            qk_norm = FusedNorm(weight_BK, config.rms_norm_eps)
+        return cls(
+            layer=layer,
+            fc=_product_of(drafter.fc),
+            qkv=_product_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            kv=_product_of(attention.k_proj, attention.v_proj),
+            output=_product_of(attention.o_proj),
+            gate_up=_product_of(mlp.gate_proj, mlp.up_proj),
+            down=_product_of(mlp.down_proj),
+            qk_norm=qk_norm,
+            sizes=LlamaSizes(
+                heads=heads, key_heads=keys, head_dim=size, rotary_dim=size, intermediate=config.intermediate_size
+            ),
+        )
+
+
+def _product_of(*linears: nn.Module) -> Product:
+    """One product for linears that read the same."""
+    product = join(linears)
+    if product is None:
+        raise NotEagleError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")
+    return product
 
 
 def fused_drafter(drafter: Drafter) -> DraftPasses:
@@ -96,29 +150,21 @@ class _FusedDrafter(DraftPasses):
     """One layer behind fused states, over the weights of a loaded drafter."""
 
     def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
-        config, layer = drafter.config, first_layer(drafter)
-        attention, mlp = plain_attention(layer), layer.mlp
+        config, self._parts = drafter.config, EagleParts.of(drafter)
         super().__init__(drafter)
         self._config, self.elementwise = config, elementwise
         self.token_W = drafter.vocab().target_ids_W
         assert drafter.embed_tokens is not None
         embedding = drafter.embed_tokens
         self._embedding_VD = embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
-        self._qkv = product_of(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._kv = product_of(attention.k_proj, attention.v_proj)
-        self._fc = product_of(drafter.fc)
-        self._output, self._down = product_of(attention.o_proj), product_of(mlp.down_proj)
-        self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
-        self._layer = layer
         self.turns = RotaryTable(drafter.rope)
-        self._qk_norm = heads_norm(attention, config)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
 
     def _compiled(self) -> DraftLayer | None:
         """The layer as one call; None where a step of it is not compiled."""
-        compiled, config, layer = load_layers(), self._config, self._layer
-        products = packed_products(self._qkv, self._output, self._gate_up, self._down)
+        compiled, config, own = load_layers(), self._config, self._parts
+        layer, products = own.layer, packed_products(own.qkv, own.output, own.gate_up, own.down)
         if compiled is None or products is None:
             return None
         parts = Parts(
@@ -126,7 +172,7 @@ class _FusedDrafter(DraftPasses):
             attention_norm=None,
             mlp_norm=layer.post_attention_layernorm,
             scale=config.head_dim**-0.5,
-            qk_norm=self._qk_norm,
+            qk_norm=self._parts.qk_norm,
         )
         around = Surroundings(
             embedding_VD=self._embedding_VD,
@@ -136,14 +182,7 @@ class _FusedDrafter(DraftPasses):
             last_norm=self.model.norm,
             turns=self.turns,
         )
-        sizes = LlamaSizes(
-            heads=config.num_attention_heads,
-            key_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.head_dim,
-            intermediate=products.down.in_features,
-        )
-        return DraftLayer(parts, around, self._fusion(), self._head(), sizes, compiled)
+        return DraftLayer(parts, around, self._fusion(), self._head(), own.sizes, compiled)
 
     def _fusion(self) -> StateFusion | None:
         """What the first depth reads; None where its product is not compiled."""
@@ -179,7 +218,7 @@ class _FusedDrafter(DraftPasses):
             for norm, state_ND, out_ND in zip(model.fc_norm, states, places, strict=True):
                 self._norm(norm, state_ND, out_ND)
             aux_NX = normed_NX
-        return self._fc(aux_NX, None)
+        return self._parts.fc(aux_NX, None)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """One depth."""
@@ -190,19 +229,19 @@ class _FusedDrafter(DraftPasses):
 
     def _run(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """The state behind the layer, and the same normed, step by step."""
-        config, layer, tokens = self._config, self._layer, len(hidden)
+        config, layer, tokens = self._config, self._parts.layer, len(hidden)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         both_NE, normed_ND = self._input(hidden, token_ids)
-        qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
+        qkv = self._parts.qkv(both_NE, None).view(tokens, -1, config.head_dim)
         turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
-        if self._qk_norm is not None:
-            self.elementwise.norm_heads(qkv[:, : heads + keys], self._qk_norm.weight, self._qk_norm.eps)
+        if self._parts.qk_norm is not None:
+            self.elementwise.norm_heads(qkv[:, : heads + keys], self._parts.qk_norm.weight, self._parts.qk_norm.eps)
         self.elementwise.rotate(qkv[:, : heads + keys], *self.turns.at(positions), turned)
         attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
-        x_ND = self._output(attended.reshape(tokens, -1), None)
+        x_ND = self._parts.output(attended.reshape(tokens, -1), None)
         x_ND += normed_ND if config.norm_before_residual else hidden
-        gate_up = self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
-        x_ND += self._down(self.elementwise.gate(gate_up), None)
+        gate_up = self._parts.gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
+        x_ND += self._parts.down(self.elementwise.gate(gate_up), None)
         return x_ND, self._norm(self.model.norm, x_ND)
 
     def read(self, aux_NX: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
@@ -233,10 +272,10 @@ class _FusedDrafter(DraftPasses):
         """Keys and values alone."""
         config, tokens = self._config, len(hidden)
         keys = config.num_key_value_heads
-        kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
+        kv = self._parts.kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
         turned = kv.new_empty(tokens, keys, config.head_dim)
-        if self._qk_norm is not None:
-            self.elementwise.norm_heads(kv[:, :keys], self._qk_norm.weight[-keys:], self._qk_norm.eps)
+        if self._parts.qk_norm is not None:
+            self.elementwise.norm_heads(kv[:, :keys], self._parts.qk_norm.weight[-keys:], self._parts.qk_norm.eps)
         self.elementwise.rotate(kv[:, :keys], *self.turns.at(positions), turned)
         return turned, kv[:, keys:]
 
@@ -249,8 +288,8 @@ class _FusedDrafter(DraftPasses):
             embedded_ND = table_VD.rows(token_N)
         else:
             embedded_ND = functional.embedding(token_N, table_VD)
-        self._norm(self._layer.input_layernorm, embedded_ND, both_NE[:, :size])
-        return both_NE, self._norm(self._layer.hidden_norm, hidden_ND, both_NE[:, size:])
+        self._norm(self._parts.layer.input_layernorm, embedded_ND, both_NE[:, :size])
+        return both_NE, self._norm(self._parts.layer.hidden_norm, hidden_ND, both_NE[:, size:])
 
     def _norm(self, norm: nn.Module, x_ND: Tensor, out_ND: Tensor | None = None) -> Tensor:
         assert isinstance(norm, RMSNorm)
@@ -313,38 +352,3 @@ def _chains_alike(fused: _FusedDrafter, state_1D: Tensor, block_size: int) -> bo
 
 def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     return bool(((ours - theirs).norm(dim=-1) <= tolerance * theirs.norm(dim=-1)).all())
-
-
-def first_layer(drafter: Drafter) -> FirstLayer:
-    """The only layer of a drafter."""
-    if len(drafter.layers) > 1:
-        raise NotEagleError(f"it has {len(drafter.layers)} layers")
-    layer = drafter.layers[0]
-    if not isinstance(layer, FirstLayer):
-        raise NotEagleError("it is an EAGLE-1 drafter, for which there is no fused pass")
-    return layer
-
-
-def plain_attention(layer: FirstLayer) -> Attention:
-    """The attention of a layer whose heads have projections of their own."""
-    if not isinstance(layer.self_attn, Attention):
-        raise NotEagleError("its attention is latent (MLA), for which there is no fused pass")
-    return layer.self_attn
-
-
-def heads_norm(attention: Attention, config: DrafterConfig) -> FusedNorm | None:
-    """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    if q_norm is None or k_norm is None:
-        return None
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    weight_BK = torch.cat([q_norm.weight.detach().expand(heads, -1), k_norm.weight.detach().expand(keys, -1)])
-    return FusedNorm(weight_BK, config.rms_norm_eps)
-
-
-def product_of(*linears: nn.Module) -> Product:
-    """One product for linears that read the same."""
-    product = join(linears)
-    if product is None:
-        raise NotEagleError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")
-    return product

@@ -18,13 +18,12 @@ from eyas.drafter.attention import Attend
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.draft_passes import DraftPasses
-from eyas.engine.runner.fused_drafter import NotEagleError, first_layer, heads_norm, plain_attention, product_of
+from eyas.engine.runner.fused_drafter import EagleParts, NotEagleError
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.w8a8_linear import rows_kept
 from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import merge
-from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.eagle_triton import TritonEagle
 
 TRIAL_BLOCK_SIZE = 16
@@ -37,7 +36,7 @@ class TritonDrafter(DraftPasses):
     @torch.inference_mode(False)  # joined weights outlive the caller's mode
     @torch.no_grad()
     def __init__(self, drafter: Drafter) -> None:
-        config, layer = drafter.config, first_layer(drafter)
+        config = drafter.config
         weights = list(drafter.parameters())
         for what, found in (("devices", {x.device for x in weights}), ("types", {x.dtype for x in weights})):
             if len(found) > 1:
@@ -46,34 +45,29 @@ class TritonDrafter(DraftPasses):
             raise NotEagleError(f"its weights are {weights[0].dtype}")
         if drafter.embed_tokens is None:
             raise NotEagleError("it has no embeddings")
-        attention, mlp = plain_attention(layer), layer.mlp
+        parts = EagleParts.of(drafter)
+        layer = parts.layer
         super().__init__(drafter)
         self._eagle = TritonEagle(
             input_norm=None if drafter.input_norm is None else _norm(drafter.input_norm),
             states_norm=None if drafter.fc_norm is None else _norm(*drafter.fc_norm),
             num_states=config.num_aux_hidden_states,
-            fc=product_of(drafter.fc),
+            fc=parts.fc,
             embedding_VD=drafter.embed_tokens.weight.detach(),
             token_norm=_norm(layer.input_layernorm),
             hidden_norm=_norm(layer.hidden_norm),
             normed_residual=config.norm_before_residual,
             frequency=drafter.rope.inverse_frequencies,
             turn_scale=drafter.rope.scale,
-            qkv=product_of(attention.q_proj, attention.k_proj, attention.v_proj),
-            kv=product_of(attention.k_proj, attention.v_proj),
-            qk_norm=heads_norm(attention, config),
-            output=product_of(attention.o_proj),
+            qkv=parts.qkv,
+            kv=parts.kv,
+            qk_norm=parts.qk_norm,
+            output=parts.output,
             mlp_norm=_norm(layer.post_attention_layernorm),
-            gate_up=product_of(mlp.gate_proj, mlp.up_proj),
-            down=product_of(mlp.down_proj),
+            gate_up=parts.gate_up,
+            down=parts.down,
             last_norm=_norm(drafter.norm),
-            sizes=LlamaSizes(
-                heads=config.num_attention_heads,
-                key_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                rotary_dim=config.head_dim,
-                intermediate=config.intermediate_size,
-            ),
+            sizes=parts.sizes,
         )
         self._like_NGK = weights[0].new_empty(0, config.num_key_value_heads, config.head_dim)
 
