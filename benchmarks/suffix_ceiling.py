@@ -35,10 +35,9 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.proposer import DraftPlan, NoProposer
 from eyas.engine.request import SequenceState, Speculation
-from eyas.engine.runner.device_queue import ImmediateQueue
+from eyas.engine.runner.device_queue import ImmediateQueue, RoundDevice
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.round import Round
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.evaluate.evaluate import looping
 from eyas.kernels.suffix_index import SuffixIndex, SuffixLimits
 from eyas.loading import load_target

@@ -5,7 +5,7 @@ Everything about forced acceptance is here; the benchmarks that use it see an en
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
-from eyas.engine.runner.round_device import RoundDevice
+from eyas.engine.runner.device_queue import RoundDevice
+from eyas.engine.runner.graph_capture import Function, GraphCapture
 from eyas.target.model import Target
 
 
@@ -53,26 +53,22 @@ class TimedCapture(GraphCapture):
         self.events = defaultdict(list)
 
     def get(
-        self,
-        kind: str,
-        bucket: tuple[object, ...],
-        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-        function: Function,
-    ) -> CapturedGraph | None:
+        self, kind: str, bucket: tuple[object, ...], function: Function, before: Callable[[], object]
+    ) -> Function | None:
         """A graph whose replays are timed."""
-        graph = super().get(kind, bucket, shapes, function)
-        if graph is None:
+        replay = super().get(kind, bucket, function, before)
+        if replay is None:
             return None
 
         def timed() -> Tensor:
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
-            output = graph.run()
+            output = replay()
             pair[1].record()
             self.events[kind].append(pair)
             return output
 
-        return replace(graph, run=timed)
+        return timed
 
     def milliseconds(self, kind: str) -> float:
         """The median replay so far."""

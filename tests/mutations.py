@@ -67,8 +67,8 @@ MUTATIONS = (
     Mutation(
         "a shared block is free when its last owner lets go",
         "engine/kv_cache/block_manager.py",
-        "            if self._references[block] == 0:\n                if self._is",
-        "            if self._references[block] <= 1:\n                if self._is",
+        "            if self._references[block] == 0:\n                prefix",
+        "            if self._references[block] <= 1:\n                prefix",
         "engine/test_block_manager.py",
     ),
     Mutation(
@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a grammar's mask is that behind the last draft",
-        "engine/grammar/llguidance.py", "path = tuple(drafts)\n", "path = tuple(drafts[:-1])\n",
+        "grammar/llguidance.py", "path = tuple(drafts)\n", "path = tuple(drafts[:-1])\n",
         "engine/test_grammar.py",
     ),
     Mutation(

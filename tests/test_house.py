@@ -28,7 +28,7 @@ def test_a_class_name_stands_for_one_thing_in_the_whole_package() -> None:
         (r"torch\.cuda\.CUDAGraph\(\)", "engine/runner/graph_capture.py"),
         (r"functional\.rms_norm\(", "kernels/elementwise.py"),
         (r"def race\(", "kernels/noise.py"),
-        (r"LLMatcher\(", "engine/grammar/compile.py"),
+        (r"LLMatcher\(", "grammar/compile.py"),
     ],
 )
 def test_it_is_written_once(pattern: str, home: str) -> None:

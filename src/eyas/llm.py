@@ -24,12 +24,12 @@ from eyas.drafter.shipped import choose_drafter
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.grammar.base import Grammar
-from eyas.engine.grammar.llguidance import LlGuidance
+from eyas.engine.grammar import Grammar
 from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
 from eyas.engine.request import Request, Speculation
 from eyas.engine.speculation.draft import MOST_IN_CHAIN
 from eyas.errors import UserError
+from eyas.grammar.llguidance import LlGuidance
 from eyas.loading import load_another, load_pair, require_fit
 from eyas.sampling import Sampling
 from eyas.sampling_params import SamplingParams

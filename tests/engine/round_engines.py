@@ -14,10 +14,8 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Speculation
-from eyas.engine.runner.device_queue import DeviceQueue
-from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
-from eyas.engine.runner.input_buffers import InputBuffers
-from eyas.engine.runner.round_device import RoundDevice
+from eyas.engine.runner.device_queue import DeviceQueue, RoundDevice
+from eyas.engine.runner.graph_capture import Function, GraphCapture
 from eyas.plan.shapes import CHAIN
 from eyas.target.model import Target
 
@@ -25,8 +23,8 @@ from eyas.target.model import Target
 class Uncaptured(GraphCapture):
     """The same functions where there is no CUDA: they just run."""
 
-    def _capture(self, inputs: InputBuffers, function: Function) -> CapturedGraph:
-        return CapturedGraph(inputs=inputs, run=lambda: function(inputs.device))
+    def _capture(self, function: Function) -> Function:
+        return function
 
 
 def round_engine(

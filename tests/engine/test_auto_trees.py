@@ -13,13 +13,15 @@ from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
 from eyas.engine.runner.round import Round, RoundResults
-from eyas.engine.speculation.draft import Candidates, Draft, Tree
+from eyas.engine.speculation.draft import Candidates, Tree
 from eyas.engine.speculation.drift import FEWEST_CHECKUPS
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport, outcome_of_tree
 from eyas.errors import UserError
+from eyas.plan.shapes import Shape
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
+from oracle.draft import Draft
 from oracle.reference import Tree as ReferenceTree
 from oracle.reference import decode_speculatively
 from oracle.rejection import SeededDraws
@@ -32,9 +34,10 @@ def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: A
     Its clock ticks by use."""
     engine = Engine(target, drafter, config=options(**changes), clock=count(0.0, 1e-3).__next__)
     decide = engine.controller._decide
+    shape = Shape(kind="tree", depth=tree.depth, width=tree.width, budget=tree.budget)
 
     def decided(rows: int, auto: int, fixed: int, **how: Any) -> Any:
-        return decide(rows, auto, fixed, **how) if fixed or not auto else ("draft", tree.shape, 9.0, "trees pay")
+        return decide(rows, auto, fixed, **how) if fixed or not auto else ("draft", shape, 9.0, "trees pay")
 
     engine.controller._decide = decided  # type: ignore[method-assign]
     return engine

@@ -1,7 +1,7 @@
 """However much the drafter reads at once, and whatever it leaves out, it knows the same and drafts the same."""
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner import exact_passes, fused_drafter, round_passes
+from eyas.engine.runner import fused_drafter
 from eyas.engine.runner.device_queue import ImmediateQueue
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.exact_passes import MANY
+from eyas.engine.runner.exact_passes import MANY, ExactPasses
+from eyas.engine.runner.round_passes import RoundPasses
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING
 from eyas.engine.runner.slot_sampling import SlotSampling
@@ -22,7 +23,7 @@ PAGE, BLOCKS, DEPTH, LENGTHS = 8, 16, 3, (75, 41)
 CPU = torch.device("cpu")
 
 
-def read_in(drafter: Drafter, passes: ModuleType, parts: Sequence[int], *, drafts: bool) -> tuple[Tensor, Tensor]:
+def read_in(drafter: Drafter, kind: type[RoundPasses], parts: Sequence[int], *, drafts: bool) -> tuple[Tensor, Tensor]:
     """Two requests, read by parts (of the first; the other keeps step), then drafted for; drafts, and what is cached.
 
     Parts are read to draft behind each, or by passes that catch up; the last state is left to the final draft.
@@ -40,21 +41,18 @@ def read_in(drafter: Drafter, passes: ModuleType, parts: Sequence[int], *, draft
         state.tokens_SL[slot, : length + 1] = torch.randint(config.vocab_size, (length + 1,), generator=generator)
         state.states_SLX[slot, :length] = torch.randn(length, width, generator=generator)
         state.limit_S[slot], state.follows_S[slot] = length + 9, 1
-    sampling = SlotSampling(slots, config.vocab_size, CPU)
+    nobody: Any = None
+    passes = kind(
+        state=state,
+        model=nobody,
+        drafter=runner,
+        sampling=SlotSampling(slots, config.vocab_size, CPU),
+        logits_SV=torch.empty(0),
+    )
 
     def draft(depth: int) -> Tensor:
         state.send_rows(ImmediateQueue(), torch.arange(slots).numpy(), depth, 1)
-        return passes.draft(  # type: ignore[no-any-return]
-            {},
-            state=state,
-            drafter=runner,
-            sampling=sampling,
-            needs=NOTHING,
-            rows=slots,
-            reads=most,
-            depth=depth,
-            blocks=BLOCKS,
-        )
+        return passes.draft(rows=slots, reads=most, depth=depth, blocks=BLOCKS, needs=NOTHING)
 
     lengths, read = torch.tensor(LENGTHS), 0
     for part in parts:
@@ -65,7 +63,7 @@ def read_in(drafter: Drafter, passes: ModuleType, parts: Sequence[int], *, draft
         else:
             state.length_S[:slots] = lengths.clamp(max=read)
             state.send_rows(ImmediateQueue(), torch.arange(slots).numpy(), 0, 1)
-            passes.catch_up({}, state=state, drafter=runner, rows=slots, blocks=BLOCKS)
+            passes.catch_up(rows=slots, blocks=BLOCKS)
             assert state.drafted_S[:slots].tolist() == (state.length_S[:slots] - 1).tolist()
     state.length_S[:slots] = lengths
     drafted_RK = draft(DEPTH).clone()
@@ -78,14 +76,14 @@ def read_in(drafter: Drafter, passes: ModuleType, parts: Sequence[int], *, draft
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("parts", [(), (75,), (40, 35), (MANY + 5, 2, 36), (5, 3, 7, 60)])
-@pytest.mark.parametrize("passes", [exact_passes, round_passes])
+@pytest.mark.parametrize("kind", [ExactPasses, RoundPasses])
 def test_a_prompt_read_in_bulk_is_known_as_one_read_bit_by_bit(
-    passes: ModuleType, parts: tuple[int, ...], drafts: bool, layers: int
+    kind: type[RoundPasses], parts: tuple[int, ...], drafts: bool, layers: int
 ) -> None:
     drafter = random_drafter(drafter_config(fc_norm=True, norm_output=True, num_hidden_layers=layers)).eval()
     with torch.inference_mode():
-        expected_RK, expected = read_in(drafter, exact_passes, [3] * 25, drafts=True)
-        drafted_RK, cached = read_in(drafter, passes, parts, drafts=drafts)
+        expected_RK, expected = read_in(drafter, ExactPasses, [3] * 25, drafts=True)
+        drafted_RK, cached = read_in(drafter, kind, parts, drafts=drafts)
     assert torch.equal(drafted_RK, expected_RK)
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
 
@@ -104,6 +102,6 @@ def test_nothing_but_keys_and_values_is_computed_for_a_prompt(monkeypatch: pytes
     monkeypatch.setattr(type(draft), "step", counted)
     for parts in ([], [75]):
         with torch.inference_mode():
-            read_in(drafter, exact_passes, parts, drafts=False)
+            read_in(drafter, ExactPasses, parts, drafts=False)
         assert ran == [2, 2, 2], "a token of each request, then two further depths"
         ran.clear()

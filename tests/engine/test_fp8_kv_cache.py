@@ -13,9 +13,8 @@ from eyas.drafter.attention import attend_densely
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig, require_kv_cache_dtype
 from eyas.engine.engine import Engine
-from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
 from eyas.kernels.attention.kv_dtype import FP8, as_stored

@@ -21,13 +21,13 @@ from engine.test_suffix_rounds import extend_every_round
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.grammar.compile import MOST_CHARACTERS, PARSER_LIMITS
-from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.output import OutputDelta
 from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
+from eyas.grammar.compile import MOST_CHARACTERS, PARSER_LIMITS
+from eyas.grammar.llguidance import LlGuidance
 from eyas.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from torch import Tensor
 import tiny
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.speculation.draft import MOST_IN_TREE
 from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, AttentionRow
 

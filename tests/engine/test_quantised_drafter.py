@@ -18,6 +18,7 @@ from eyas.drafter.quantised_linears import KINDS, linear_names
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.linear.quantised_linear import QuantisedLinear, as_blocks, load_quantised, quantise
@@ -64,7 +65,7 @@ def test_a_processor_multiplies_it_as_integers_beside_any_target(
     for name in linear_names(drafter.config):
         assert isinstance(drafter.get_submodule(name), QuantisedLinear), name
     assert isinstance(drafter.lm_head, PackedLinear | nn.Linear), "the head is left alone"
-    assert fused_drafter(drafter) is not drafter
+    assert type(fused_drafter(drafter)) is not DraftPasses
     beside = load_drafter_for(replace(target, quantization="int8"), str(stored))
     assert isinstance(beside.lm_head, QuantisedLinear), "as every drafter's beside a quantised target"
     dense = load_drafter(str(stored)).share_target(*target.tables())

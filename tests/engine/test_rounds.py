@@ -22,15 +22,14 @@ from engine.test_swap import run_with_swaps
 from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
-from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import round_runner
-from eyas.engine.runner.device_queue import DeviceQueue, ImmediateQueue
+from eyas.engine.runner.device_queue import DeviceQueue, ImmediateQueue, RoundDevice
 from eyas.engine.runner.graph_capture import GraphCapture
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import RowFacts
 from eyas.errors import UserError
+from eyas.grammar.llguidance import LlGuidance
 from eyas.plan.shapes import CAPTURED_TREE_ROWS
 from eyas.sampling import Sampling
 from eyas.target.model import Target

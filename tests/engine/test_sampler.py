@@ -11,10 +11,10 @@ from torch import Tensor
 
 from each import each
 from engine.scripted import random_table
-from eyas.engine.speculation.draft import Draft
 from eyas.kernels import noise
 from eyas.sampling import Sampling, probabilities
 from oracle import sampler
+from oracle.draft import Draft
 from oracle.rejection import Candidate, SeededDraws, shape_logits, try_candidates
 from oracle.sampler import SamplingMetadata, choose, draw, draw_many, log_probabilities
 from oracle.verify import accept_tree, accepted_nodes

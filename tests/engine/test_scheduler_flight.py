@@ -270,7 +270,7 @@ class LateEngine:
         assert position < len(at.blocks) * self.size, "the deepest outcome has its blocks"
         block = at.blocks[position // self.size]
         kept = seq.blocks if seq.finished is None else []
-        aside = [blocks for blocks, _ in self.scheduler._steps.aside]
+        aside = [blocks for _, left in self.scheduler._steps for blocks, _ in left]
         assert block in kept or any(block in blocks for blocks in aside) or not self.ahead, "freed under the device"
         for other in self.scheduler.running:
             same = part is self.drafter and (

@@ -195,7 +195,7 @@ class FakeEngine:
         if gone:
             return
         self.seen["accepted"] += accepted
-        if stops or len(seq.tokens) == self.scheduler.limit(seq):
+        if stops or len(seq.tokens) == seq.limit:
             self.scheduler.finish(seq, FinishReason.STOP if stops else FinishReason.LENGTH)
             assert seq.blocks == []
 
@@ -247,7 +247,7 @@ def test_any_course_of_events_keeps_blocks_whole_hits_right_and_requests_moving(
         # Rush hours alternate with quiet ones, when requests run out.
         engine.step(arrivals=0.5 if step % 200 < 100 else 0.02)
     # A step moves the first at least by a token, and the first is read once, and once more for the drafter at most.
-    for _ in range(2 * sum(engine.scheduler.limit(seq) for seq in engine.present())):
+    for _ in range(2 * sum(seq.limit for seq in engine.present())):
         engine.step(arrivals=0)
     assert engine.present() == [], "everything ends"
     assert engine.block_manager.free == engine.blocks, "every block is back"

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from each import each
-from eyas.engine.logprobs import compute_logprobs
+from eyas.engine.logprobs import logprob_columns, tell_logprobs
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner import slot_sampling
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs, needs_mask
 from eyas.engine.runner.slot_sampling import SlotSampling
-from eyas.engine.speculation.draft import Draft
 from eyas.kernels.round_outcome import accepted_drafts
 from eyas.sampling import Sampling
+from oracle.draft import Draft
 from oracle.sampler import choose, draw, log_probabilities
 from oracle.verify import accepted_nodes, sampling_metadata
 
@@ -297,9 +297,9 @@ def test_stop_tokens_are_minded_until_there_are_enough_tokens() -> None:
     sampling = SlotSampling(1, 9, CPU)
     sampling.admit([0], [seq])()
     assert needs_mask(seq)
-    assert sampling.needs([seq]) == Needs(early=True)
+    assert sampling.needs([seq]) == Needs(early=True, masked=True)
     seq.tokens += [5, 6]
-    assert sampling.needs([seq]) == Needs()
+    assert sampling.needs([seq]) == Needs(masked=True)
 
 
 # Logprobs -------------------------------------------------------------------------------------------------------
@@ -308,16 +308,13 @@ def test_stop_tokens_are_minded_until_there_are_enough_tokens() -> None:
 def test_logprobs_of_tensors_are_those_of_each_row_alone() -> None:
     logits_NV = 3 * torch.randn(5, 60, generator=torch.Generator().manual_seed(2))
     token_N, asked_for = torch.tensor([3, 0, 59, 7, 7]), [0, 1, 5, 20, 2]
-    told = compute_logprobs(logits_NV, token_N, 20).tell(asked_for)
+    told_NC = logprob_columns(logits_NV, token_N, 20)
     for row, most in enumerate(asked_for):
+        (told,) = tell_logprobs(token_N[row : row + 1], told_NC[row : row + 1], most)
         (alone,) = log_probabilities(logits_NV[row : row + 1], token_N[row : row + 1], most)
-        assert (told[row].token, told[row].rank, [t for t, _ in told[row].top]) == (
-            alone.token,
-            alone.rank,
-            [t for t, _ in alone.top],
-        )
-        assert told[row].logprob == pytest.approx(alone.logprob, abs=1e-5)
-        assert len(told[row].top) == most
+        assert (told.token, told.rank, [t for t, _ in told.top]) == (alone.token, alone.rank, [t for t, _ in alone.top])
+        assert told.logprob == pytest.approx(alone.logprob, abs=1e-5)
+        assert len(told.top) == most
 
 
 # Nothing is asked of the device ---------------------------------------------------------------------------------
@@ -357,7 +354,7 @@ def whole_sample(sampling: SlotSampling, needs: Needs, device: torch.device, row
     token_RQ = sampling.choose(logits_NV, slot_R, numbers(rows), drafts_RK, needs)
     accepted_R = accepted_drafts(token_RQ, drafts_RK, numbers(rows))
     sampling.note(slot_R, token_RQ, accepted_R + 1, needs)
-    compute_logprobs(logits_NV, token_RQ.flatten(), 20)
+    logprob_columns(logits_NV, token_RQ.flatten(), 20)
 
 
 def shaping_owner() -> SequenceState:

@@ -125,7 +125,8 @@ def test_without_kept_answers_a_request_knows_its_own_text_alone(target: Target)
         run(engine, [request(fresh, max_new_tokens=12, speculation=FORCED)])
         counts.append(engine.stats.suffix_drafted - before)
     assert counts[0] == counts[1]
-    assert engine.suffix_bytes == 0
+    assert engine._suffix is not None
+    assert engine._suffix.bytes == 0
 
 
 def test_rejected_drafts_never_enter_an_index(target: Target, quoting: list[tuple[int, ...]]) -> None:
@@ -148,11 +149,12 @@ def test_nothing_is_kept_of_requests_that_ended_but_their_answers(
     keys = [engine.submit(request(prompt, max_new_tokens=30)) for prompt in quoting]
     for _ in range(5):
         engine.step()
-    assert engine.suffix_bytes > 0
+    assert engine._suffix is not None
+    assert engine._suffix.bytes > 0
     engine.cancel(keys[0])
     while engine.busy:
         engine.step()
-    assert engine.suffix_bytes == 0
+    assert engine._suffix.bytes == 0
 
 
 def test_what_cannot_be_drafted_is_refused(target: Target, tiny_drafter: Drafter) -> None:

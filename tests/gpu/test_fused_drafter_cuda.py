@@ -15,11 +15,10 @@ from torch import Tensor
 import tiny
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantised_linears import linear_names
-from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner import fused_drafter as choice
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.drafts import Drafts, fuse_rows, remember_in, step_for
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.linear.quantised_weight import quantise_float8, quantise_int8
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
@@ -64,7 +63,7 @@ def drafter_of(dtype: torch.dtype = torch.float32, **changes: Any) -> Drafter:
     return drafter.to(DEVICE, dtype)
 
 
-def by_kernels(drafter: Drafter, *, few: bool = False) -> Drafts:
+def by_kernels(drafter: Drafter, *, few: bool = False) -> DraftPasses:
     from eyas.engine.runner.triton_drafter import TritonDrafter, require_same
 
     fused = TritonDrafter(drafter)
@@ -85,14 +84,14 @@ def layout(base: list[int], live: list[int], count: int, cache: KVCache) -> Atte
 
 @torch.inference_mode()
 def drafted(
-    drafter: Drafter, run: Drafts, *, window: int | None = None, sinks: int = 0, others: list[Tensor] | None = None
+    drafter: Drafter, run: DraftPasses, *, window: int | None = None, sinks: int = 0, others: list[Tensor] | None = None
 ) -> list[Tensor]:
     """All numbers of a round as captured passes have it: states from a ring, reading, then three depths.
 
     Each pass is given the states of a former call, `others`, in place of its own.
     """
     config, generator = drafter.config, torch.Generator().manual_seed(1)
-    dtype, cache = drafter.norm.weight.dtype, KVCache(blocks=7, block_size=BLOCK_SIZE)
+    cache = KVCache(blocks=7, block_size=BLOCK_SIZE)
     made: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -103,10 +102,10 @@ def drafted(
     ring_SX = (torch.randn(23, width, generator=generator) * torch.linspace(0.1, 30, 23)[:, None]).to(DEVICE)
     place_N = torch.randint(23, (2 * ROWS * READS,), generator=generator).to(DEVICE)
     token_N = torch.randint(config.vocab_size, (len(place_N),), generator=generator).to(DEVICE)
-    hidden_ND = note(fuse_rows(run, ring_SX, place_N, dtype))
+    hidden_ND = note(run.fuse_rows(ring_SX, place_N))
     count = ROWS * READS
     read = layout([0, 0, 0], [3, 2, 0], READS, cache)
-    remember_in(cache, run, read, hidden_ND[:count], token_N[:count])
+    run.remember_in(cache, read, hidden_ND[:count], token_N[:count])
     hidden_ND, token_N = hidden_ND[count:], token_N[count:]
     for base, live, tokens in (([3, 2, 0], [3, 1, 0], READS), ([6, 3, 0], [1, 1, 0], 1), ([7, 4, 0], [1, 0, 0], 1)):
         metadata = layout(base, live, tokens, cache)
@@ -115,7 +114,7 @@ def drafted(
         normed_ND, feedback_ND = note(output.normed), note(output.feedback)
         note(run.logits(normed_ND))
         last_R = torch.arange(tokens - 1, ROWS * tokens, tokens, device=DEVICE)
-        last = step_for(run, hidden_ND, token_N[: ROWS * tokens], metadata.position_N, attend, last_R)
+        last = run.step_for(hidden_ND, token_N[: ROWS * tokens], metadata.position_N, attend, last_R)
         note(last.normed)
         note(last.feedback)
         hidden_ND, token_N = feedback_ND[-ROWS:], token_N.flip(0)
@@ -124,8 +123,8 @@ def drafted(
     return made
 
 
-def assert_alike(drafter: Drafter, run: Drafts, *, tolerance: float | None = None, **options: int) -> None:
-    theirs = drafted(drafter, drafter, **options)  # type: ignore[arg-type]
+def assert_alike(drafter: Drafter, run: DraftPasses, *, tolerance: float | None = None, **options: int) -> None:
+    theirs = drafted(drafter, DraftPasses(drafter), **options)  # type: ignore[arg-type]
     ours = drafted(drafter, run, others=theirs, **options)  # type: ignore[arg-type]
     allowed = sqrt(2) * (tolerance or TOLERANCE[drafter.norm.weight.dtype])
     for mine, other in zip(ours, theirs, strict=True):
@@ -242,7 +241,7 @@ def test_a_kernel_that_computes_wrongly_is_found_out(
     with pytest.raises(NotLlamaError, match="a trial of one depth gave other"):
         by_kernels(drafter)
     with caplog.at_level(logging.INFO, logger="eyas"):
-        assert choice._by_kernels(drafter) is drafter
+        assert type(choice._by_kernels(drafter)) is DraftPasses
     assert "the drafter runs by its own code: a trial of one depth" in caplog.text
 
 
@@ -272,7 +271,7 @@ def test_other_drafters_run_by_the_model_itself(caplog: pytest.LogCaptureFixture
         (homeless, "it has no embeddings"),
     ):
         with caplog.at_level(logging.INFO, logger="eyas"):
-            assert choice._by_kernels(drafter) is drafter
+            assert type(choice._by_kernels(drafter)) is DraftPasses
         assert reason in caplog.text
 
 

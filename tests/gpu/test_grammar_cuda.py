@@ -15,7 +15,7 @@ from engine.test_engine import options
 from engine.test_grammar import SHORT, requests
 from engine.test_swap import run_with_swaps
 from eyas.engine.engine import Engine
-from eyas.engine.grammar.llguidance import LlGuidance
+from eyas.grammar.llguidance import LlGuidance
 from tiny import drafter_config, random_drafter
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 
 from each import each
 from eyas.drafter.model import Drafter
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
+from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.dense import DenseBackend
@@ -182,7 +182,7 @@ def test_a_call_that_computes_wrongly_is_found_out(call: str, monkeypatch: pytes
 
     drafter = packed_drafter()
     monkeypatch.setattr(eagle.DraftLayer, call, wrong)
-    assert fused_drafter(drafter) is drafter
+    assert type(fused_drafter(drafter)) is DraftPasses
 
 
 # --- a chain of drafts ---------------------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def chain_of(lean: _FusedDrafter, base: int, depths: int, window: int | None, *,
 
     tokens, chances = list[int](), list[float]()
     if at_once:
-        made = lean.chain(normed[0], feedback[0], attend(base), depths, lambda _: True)
+        made = lean.chains(normed, feedback, attend(base), depths)
         assert made is not None
-        tokens, chances = made
+        tokens, chances = made.token_KR[:, 0].tolist(), made.chance_KR[:, 0].tolist()
     for depth in range(0 if at_once else depths):
         if depth:
             output = lean.step(
@@ -252,40 +252,18 @@ def test_a_chain_of_a_quantised_drafter_with_scaled_logits_is_the_same() -> None
     assert ours[:2] == theirs[:2]
 
 
-def test_a_chain_ends_where_it_is_told_to_and_raises_what_is_raised() -> None:
-    lean = fused_drafter(packed_drafter())
-    assert isinstance(lean, _FusedDrafter)
-    cache = KVCache(blocks=40, block_size=SIZE)
-    layout = layout_of([AttentionRow(blocks=range(4), base=2, count=1)])
-    state, seen = torch.randn(64), list[list[float]]()
-
-    def two_of_them(chances: Sequence[float]) -> bool:
-        seen.append(list(chances))
-        return len(chances) < 2
-
-    made = lean.chain(state, state, PagedAttention(cache, layout), 5, two_of_them)
-    assert made is not None
-    assert len(made[0]) == 2
-    assert seen == [made[1][:1], made[1]]
-
-    def fails(chances: Sequence[float]) -> bool:
-        raise ValueError("asked too much")
-
-    with pytest.raises(ValueError, match="asked too much"):
-        lean.chain(state, state, PagedAttention(cache, layout), 5, fails)
-
-
 def test_a_chain_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = eagle.DraftLayer.run_chain
+    right = eagle.DraftLayer.run_chains
 
     def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
         made = right(self, *given)
         assert made is not None
-        return made[0], [chance * 0.99 for chance in made[1]]
+        made.chance_KR[:] *= 0.99
+        return made
 
     drafter = packed_drafter()
-    monkeypatch.setattr(eagle.DraftLayer, "run_chain", wrong)
-    assert fused_drafter(drafter) is drafter
+    monkeypatch.setattr(eagle.DraftLayer, "run_chains", wrong)
+    assert type(fused_drafter(drafter)) is DraftPasses
 
 
 # --- rotations worked out ahead --------------------------------------------------------------------------------------

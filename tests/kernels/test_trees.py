@@ -7,12 +7,13 @@ from torch import Tensor
 
 from each import each
 from eyas.engine.runner.round_state import RoundState
-from eyas.engine.speculation.draft import Candidates, Draft, Tree
+from eyas.engine.speculation.draft import Candidates, Tree
 from eyas.kernels.round_layout import BlockShape
 from eyas.kernels.tree_draft import grow, keep
 from eyas.kernels.tree_nodes import TreeNodes
 from eyas.kernels.tree_outcome import settle_trees
-from oracle.tree_growth import TreeGrowth
+from oracle.draft import Draft
+from oracle.tree_growth import TreeGrowth, within
 from oracle.verify import accept_tree
 
 CPU, SIZE, BLOCK_SIZE, BLOCKS = torch.device("cpu"), 200, 4, 24
@@ -41,7 +42,7 @@ class World:
         longest = BLOCKS * BLOCK_SIZE - tree.slots - 2
         state.length_S[:] = torch.randint(1, longest, state.length_S.shape, generator=self.generator)
         state.limit_S[:] = state.length_S + 2 + tree.slots
-        self.growths = [TreeGrowth(tree.within(most)) if most else None for most in state.depth_R[:rows].tolist()]
+        self.growths = [TreeGrowth(within(tree, most)) if most else None for most in state.depth_R[:rows].tolist()]
 
     def candidates(self, nodes: int) -> tuple[Tensor, Tensor]:
         """So many times W. Drawn ones do not come by their probability."""

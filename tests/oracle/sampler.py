@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.engine.logprobs import TokenLogprobs, compute_logprobs
+from eyas.engine.logprobs import TokenLogprobs, logprob_columns, tell_logprobs
 from eyas.kernels.noise import race
 from eyas.sampling import IMPOSSIBLE, Sampling, count_tokens, probabilities, shape_counted
 
@@ -141,7 +141,7 @@ def _counters(wanted: Sequence[SamplingMetadata], device: torch.device) -> tuple
 
 def log_probabilities(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> list[TokenLogprobs]:
     """Log probability and rank of each chosen token, beside so many of the most likely ones."""
-    return compute_logprobs(logits_NV, token_N, alternatives).tell([alternatives] * len(token_N))
+    return tell_logprobs(token_N, logprob_columns(logits_NV, token_N, alternatives), alternatives)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,6 +1,13 @@
 """A tree while it grows, by lists: the dynamic tree of EAGLE-2, for one request."""
 
-from eyas.engine.speculation.draft import Candidates, Draft, Tree, path_to
+from eyas.engine.speculation.draft import Candidates, Tree
+from oracle.draft import Draft, path_to
+
+
+def within(tree: Tree, slots: int) -> Tree:
+    """A tree as far as so many slots allow."""
+    depth = min(tree.depth, max(1, slots // tree.width + 1))
+    return Tree(depth=depth, width=tree.width, budget=min(tree.budget, slots))
 
 
 class TreeGrowth:

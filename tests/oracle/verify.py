@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eyas.engine.masks import banned_tokens
 from eyas.engine.request import SequenceState
-from eyas.engine.speculation.draft import Draft
+from oracle.draft import Draft
 from oracle.sampler import SamplingMetadata
 
 

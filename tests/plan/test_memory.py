@@ -20,9 +20,8 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.device_queue import ImmediateQueue
+from eyas.engine.runner.device_queue import ImmediateQueue, RoundDevice
 from eyas.engine.runner.graph_capture import GraphCapture
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised
 from eyas.kernels.linear.w8a8_linear import W8A8Linear

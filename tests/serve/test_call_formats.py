@@ -9,7 +9,7 @@ import pytest
 
 from chat_tokenizer import chat_tokenizer
 from each import each
-from eyas.engine.grammar.llguidance import LlGuidance
+from eyas.grammar.llguidance import LlGuidance
 from eyas.serve.api_error import ApiError
 from eyas.serve.parsers import deepseek_v3, harmony, kimi_k2
 from eyas.serve.parsers.registry import TOOL_CALL_FORMATS, by_name

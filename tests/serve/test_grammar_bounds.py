@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from each import each
-from eyas.engine.grammar.compile import MOST_CHARACTERS
 from eyas.errors import UserError
+from eyas.grammar.compile import MOST_CHARACTERS
 from eyas.serve.grammar.bounds import MAX_CHOICES, MAX_DEPTH, check_bounds
 
 INTEGERS = {"type": "array", "items": {"type": "integer"}}

@@ -16,7 +16,7 @@ import pytest
 
 from chat_tokenizer import letter_tokenizer
 from each import each
-from eyas.engine.grammar.llguidance import tokenizer_data
+from eyas.grammar.llguidance import tokenizer_data
 from eyas.serve.grammar.gate import GrammarGate
 from eyas.serve.grammar.worker import JOB_BYTES
 
@@ -159,7 +159,7 @@ def test_no_worker_outlives_a_server_that_was_killed() -> None:
     command = (
         f"import sys, time, json; sys.path[:] = {sys.path!r}\n"
         "from chat_tokenizer import letter_tokenizer\n"
-        "from eyas.engine.grammar.compile import TokenizerData\n"
+        "from eyas.grammar.compile import TokenizerData\n"
         "from eyas.serve.grammar.gate import GrammarGate\n"
         "text = letter_tokenizer().backend_tokenizer.to_str()\n"
         "gate = GrammarGate(lambda: TokenizerData(text=text, n_vocab=96, eos_token=1))\n"

@@ -8,9 +8,9 @@ import openai
 import pytest
 import torch
 
-from eyas.engine.grammar.after_reasoning import AfterReasoningGrammar
 from eyas.engine.request import FinishReason
 from eyas.errors import UserError
+from eyas.grammar.after_reasoning import AfterReasoningGrammar
 from eyas.serve.parsers import harmony
 from eyas.serve.parsers.registry import choose_formats
 from serve.conftest import serve

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from each import each
-from eyas.engine.grammar.compile import MOST_CHARACTERS
+from eyas.grammar.compile import MOST_CHARACTERS
 from eyas.serve.grammar.structured_outputs import GrammarCompiler, GrammarSpec
 from serve.test_sockets import running
 

@@ -11,13 +11,14 @@ end.
 """
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta
@@ -33,30 +34,24 @@ class EngineError(RuntimeError):
     """A request ended because the engine did, not by its own fault."""
 
 
-class _Mailbox:
+class _Mailbox(asyncio.Queue[Event]):
     """What came for one stream and was not taken yet. Only its loop touches it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.loop = asyncio.get_running_loop()
-        self._events: list[Event] = []
-        self._arrived = asyncio.Event()
-
-    def put(self, event: Event) -> None:
-        """Add what came."""
-        self._events.append(event)
-        self._arrived.set()
 
     async def take(self) -> list[Event]:
         """All that came since the last time, as soon as there is something."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
+        events = [await self.get()]
+        while not self.empty():
+            events.append(self.get_nowait())
         return events
 
 
 def _deliver(mail: Sequence[tuple[_Mailbox, Event]]) -> None:
     for mailbox, event in mail:
-        mailbox.put(event)
+        mailbox.put_nowait(event)
 
 
 class AsyncEngine:
@@ -67,16 +62,12 @@ class AsyncEngine:
         self._mend = mend
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """Why nothing is served any more, if so."""
         self._owes = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why nothing is served any more, if so."""
-        return self._failure
 
     async def stream(
         self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
@@ -130,31 +121,24 @@ class AsyncEngine:
 
     async def between_steps(self, look: Callable[[Engine], Seen]) -> Seen:
         """What `look` makes of the engine, asked on its thread while it stands still."""
-        loop = asyncio.get_running_loop()
-        seen: asyncio.Future[Seen] = loop.create_future()
-
-        def settle(result: Seen | None, error: Exception | None) -> None:
-            if not seen.done():
-                seen.set_exception(error) if error is not None else seen.set_result(cast(Seen, result))
+        seen: concurrent.futures.Future[Seen] = concurrent.futures.Future()
 
         def order() -> None:
-            result, failure = None, None
-            try:
-                self._require_sound()
-                result = look(self.engine)
-            except Exception as error:
-                failure = error
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, result, failure)
+            if seen.set_running_or_notify_cancel():
+                try:
+                    self._require_sound()
+                    seen.set_result(look(self.engine))
+                except Exception as error:
+                    seen.set_exception(error)
 
         if self._closed:
             raise EngineError("the engine is closed")
         self._orders.put(order)
-        return await seen
+        return await asyncio.wrap_future(seen)
 
     def _require_sound(self) -> None:
-        if self._failure is not None:
-            raise EngineError("the engine has failed and serves no more") from self._failure
+        if self.failure is not None:
+            raise EngineError("the engine has failed and serves no more") from self.failure
 
     def close(self) -> None:
         """Stop after the step under way; open streams end with an error."""
@@ -174,7 +158,7 @@ class AsyncEngine:
         while True:
             try:
                 # Without work the thread sleeps until an order comes; with work it takes what is there.
-                at_work = self._failure is None and (self.engine.busy or self._owes)
+                at_work = self.failure is None and (self.engine.busy or self._owes)
                 order = self._orders.get(block=not at_work)
             except queue.Empty:
                 self._step()
@@ -225,7 +209,7 @@ class AsyncEngine:
 
     def _give_up(self, failure: BaseException) -> None:
         """End all streams and serve no more."""
-        self._failure = failure
+        self.failure = failure
         for key in self._mailboxes:
             with suppress(Exception):  # an engine that failed may fail at this too
                 self.engine.cancel(key)

@@ -189,7 +189,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
     states, drafter_token = hidden, 0
     if drafter is not None:
         states += drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
-        kept = "fp8" if options.kv_cache_type is not None else _name(drafter.fc.weight.dtype)
+        kept = "fp8" if options.kv_cache_type is not None else str(drafter.fc.weight.dtype).removeprefix("torch.")
         drafter_token = kv_bytes_per_token(drafter.config, kept)
     on_gpu = target.device.type == "cuda"
     working = working_bytes(
@@ -244,7 +244,3 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     kinds = (QuantisedLinear, W8A8Linear, W4A16Linear, Mxfp4Experts)  # whose weights are no parameters
     packed = [x for part in model.modules() if isinstance(part, kinds) for x in part.packed()]
     return [*model.parameters(), *model.buffers(), *packed]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -24,16 +24,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.masks import mask_of
-from eyas.engine.output import OutputDelta, OutputProcessor
+from eyas.engine.output import OutputProcessor
 from eyas.engine.proposer import PLAIN, DraftPlan, Proposer
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.round import Round, RoundResults
 from eyas.engine.runner.round_runner import RoundRunner
-from eyas.engine.runner.sampling_needs import needs_mask
-from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
+from eyas.engine.scheduler import Scheduler, SchedulerOutput
 from eyas.engine.speculation.step_report import StepReport, outcome_of_tree
 from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.kernels.round_offers import LOOKED_UP
@@ -52,27 +51,18 @@ class Step:
     rounds: list[Round] = field(default_factory=list)
     """Requests that decode, then chunks of prompts."""
 
-    @property
-    def only_decodes(self) -> bool:
-        """Whether no prompt was read."""
-        return not any(made.of_prompts for made in self.rounds)
-
 
 class EngineCore:
     """Runs steps."""
 
+    runner: RoundRunner
+    """Runs passes."""
+
     def __init__(
-        self,
-        runner: RoundRunner,
-        scheduler: Scheduler,
-        proposer: Proposer,
-        outputs: OutputProcessor,
-        *,
-        synchronous: bool,
-        clock: Callable[[], float],
+        self, scheduler: Scheduler, outputs: OutputProcessor, *, synchronous: bool, clock: Callable[[], float]
     ) -> None:
-        self.runner, self.proposer, self.synchronous = runner, proposer, synchronous
-        self._scheduler, self._outputs, self._clock = scheduler, outputs, clock
+        self.outputs, self.proposer, self.synchronous = outputs, Proposer(), synchronous
+        self._scheduler, self._clock = scheduler, clock
         self._in_flight: Step | None = None
         self._plan: DraftPlan = PLAIN
         self._landed_at: float | None = None
@@ -82,75 +72,51 @@ class EngineCore:
         """Of steps that were committed, not yet shown to the proposer."""
         self.last_report: StepReport | None = None
         """Of the step that was committed last."""
-        self._masked: set[int] = set()
-        """Requests for which the host says what may come."""
+
+    def begin(self, runner: RoundRunner, proposer: Proposer) -> None:
+        """Go on with these, with nothing in flight."""
+        self.runner, self.proposer = runner, proposer
+        self._landed_at, self._thinking = None, 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a step is in flight."""
         return self._in_flight is not None
 
-    @torch.inference_mode()
     def step(self) -> None:
         """Launch a step, if there is anything to do, and commit the one before it; both at once if synchronous."""
         began, graphs = time.perf_counter(), len(self.runner.capture)
         if self.proposer.needs_landing:
-            self._land()
+            self._commit()
         step = self._schedule()
         for made in step.rounds:
             self.proposer.draft(made, step.plan)
             self.runner.verify(made)
-            if made.masked:
-                self._land()
-            self.runner.accept(made, mask_of(made, self.runner.target.model.vocab_size) if made.masked else None)
+            self.runner.accept(made, self._mask(made))
         if len(self.runner.capture) > graphs and (seconds := time.perf_counter() - began) > SLOW_LAUNCH:
             new = len(self.runner.capture) - graphs
             logger.warning(f"a step took {seconds:.2f} s to launch, all requests waited; {new} CUDA graphs are new")
-        self._land()
-        if step.rounds:
-            self._in_flight = step
-        else:
-            self._landed_at = None
+        self._commit()
+        self._in_flight = step if step.rounds else None
         if self.synchronous:
-            self._land()
+            self._commit()
+        if not step.rounds:
+            self._landed_at = None
         self._learn()
 
     @torch.inference_mode()
     def land(self) -> None:
         """Wait until nothing is in flight."""
-        self._land()
+        self._commit()
         self._learn()
-
-    def _land(self) -> None:
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            self._commit(step)
 
     @torch.inference_mode()
     def abandon(self) -> None:
         """Forget what is in flight, after a step has failed and its requests were cancelled."""
         self._in_flight = self._landed_at = None
         self._reports.clear()
-        self._masked.clear()
         self.runner.queue.mark().wait()
         self._scheduler.abandon()
-
-    # --- requests ----------------------------------------------------------------------------------------------
-
-    def submit(self, seq: SequenceState) -> None:
-        """Take note of a request that came."""
-        self.proposer.admit(seq)
-        self.resume(seq)
-
-    def resume(self, seq: SequenceState) -> None:
-        """Take note of one that came before."""
-        if needs_mask(seq):
-            self._masked.add(seq.key)
-
-    def forget(self, key: int) -> None:
-        """Take note of one that was cancelled."""
-        self._masked.discard(key)
-        self.proposer.forget(key)
 
     # --- launch ------------------------------------------------------------------------------------------------
 
@@ -159,8 +125,6 @@ class EngineCore:
         self._plan = PLAIN
         scheduled = self._scheduler.plan(self._draft_slots)
         plan = self._plan
-        for seq in scheduled.preempted:
-            self.proposer.forget(seq.key, ended=False)
         step = Step(scheduled=scheduled, plan=plan)
         if not scheduled.rows:
             return step
@@ -168,16 +132,9 @@ class EngineCore:
         # Before any request can end.
         self._scheduler.launched(scheduled, deepest=None if plan.tree is None else plan.tree.depth)
         if decoding:
-            step.rounds.append(
-                self.runner.begin_round(
-                    decoding,
-                    masked=self._is_masked(decoding),
-                    tree=plan.tree,
-                    drafter_depth=plan.drafter_depth,
-                )
-            )
+            step.rounds.append(self.runner.begin_round(decoding, tree=plan.tree, drafter_depth=plan.drafter_depth))
         if reading:
-            step.rounds.append(self.runner.begin_read(reading, masked=self._is_masked(reading)))
+            step.rounds.append(self.runner.begin_read(reading))
         return step
 
     def _draft_slots(self, decoding: Sequence[SequenceState]) -> Mapping[int, int]:
@@ -186,24 +143,29 @@ class EngineCore:
         self._thinking += self._clock() - began
         return self._plan.slots
 
-    def _is_masked(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether the host must say what may come behind some of these rows."""
-        return bool(self._masked) and any(row.samples and row.seq.key in self._masked for row in rows)
+    def _mask(self, made: Round) -> Tensor | None:
+        """What the host says may come, once all tokens before are known."""
+        if not made.masked:
+            return None
+        self._commit()
+        return mask_of(made, self.runner.model.vocab_size)
 
     # --- commit ------------------------------------------------------------------------------------------------
 
-    def _commit(self, step: Step) -> None:
-        """Write down what a step gave, and report it."""
-        plan, report = step.plan, StepReport(choice=step.plan.choice)
-        report.offers = plan.offers
+    def _commit(self) -> None:
+        """Write down what the step in flight gave, if there is one, and report it."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        report = StepReport(choice=step.plan.choice, offers=step.plan.offers)
         for made in step.rounds:
             self._commit_round(made, report)
             if not made.of_prompts:
                 report.requests, report.depth = len(made.rows), made.depth
-                report.catching_up, report.draft_seconds = made.catch_up_seconds, made.draft_seconds
+                report.catching_up, report.draft_seconds = made.catch_up_seconds(), made.draft_seconds()
         self._scheduler.landed(step.scheduled)
         now = self._clock()
-        if step.only_decodes and self._landed_at is not None:
+        if self._landed_at is not None and not any(made.of_prompts for made in step.rounds):
             report.seconds, report.thinking = now - self._landed_at, self._thinking
         self._landed_at, self._thinking = now, 0.0
         self._reports.append(report)
@@ -216,27 +178,28 @@ class EngineCore:
         for report in reports:
             self.proposer.observe(report)
             for key in report.ended:
-                self.forget(key)
+                self.proposer.forget(key)
         self._thinking += self._clock() - began
 
     def _commit_round(self, made: Round, report: StepReport) -> None:
         """Write down what requests got, and let those go whose end that was."""
-        results, scheduler, outputs = made.collect(), self._scheduler, self._outputs
-        prompt_logprobs, hidden, offers = made.prompt_logprobs(), self.runner.target.model.kept_states, made.offers
-        fates = _Fates(made, results)
+        results, scheduler, outputs = made.collect(), self._scheduler, self.outputs
+        prompt_logprobs, hidden, offers = made.prompt_logprobs(), self.runner.model.kept_states, made.offers
+        chains = list[tuple[int, int]]()
         for number, (row, tokens, taken) in enumerate(zip(made.rows, results.tokens, results.accepted, strict=True)):
             seq = row.seq
             if seq.finished is not None:
                 continue
             room, piece = seq.limit - len(seq.tokens), None
-            of_drafter, by_suffix, offered = fates.drafts(number, row, room, offers.get(seq.key) if offers else None)
+            of_drafter, by_suffix, offered = _drafted(made, results, number, room, offers.get(seq.key))
             report.suffix_drafted += by_suffix
             drafter_length = made.drafter_read(row, seq.target_length) if made.drafter_reads and seq.followed else 0
             if seq.is_ordinary and 0 < len(tokens) < room and seq.request.stop_ids.isdisjoint(tokens):
                 scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
                 piece = outputs.add_tokens(seq, tokens, offered, taken, by_suffix)
             else:
-                begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens, seq.limit)
+                begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens)
+                told = begins and seq.request.prompt_logprobs is not None
                 seq.prompt_logprobs += prompt_logprobs.get(seq.key, ())
                 scheduler.commit(seq, row.count + max(0, len(stop.tokens) - 1), stop.tokens, drafter_length)
                 if row.samples:
@@ -247,7 +210,7 @@ class EngineCore:
                         drafted=offered,
                         accepted=taken,
                         logprobs=made.logprobs(number, len(stop.tokens)),
-                        prompt_logprobs=_whole_prompt(seq) if begins else None,
+                        prompt_logprobs=tuple(seq.prompt_logprobs) if told else None,
                         hidden_TX=hidden.read(seq.blocks, seq.target_length) if hidden is not None and ended else None,
                         suffix_drafted=by_suffix,
                     )
@@ -255,62 +218,34 @@ class EngineCore:
                     scheduler.finish(seq, stop.finished)
                     outputs.close(seq.key)
                     report.ended.append(seq.key)
-            if of_drafter:
-                fates.add(seq, number, of_drafter, offered, taken, piece)
-        fates.report(report)
-
-
-class _Fates:
-    """What became of the drafts of a round, row by row."""
-
-    def __init__(self, made: Round, results: RoundResults) -> None:
-        self._depth, self._by_drafter, self._results = made.depth, made.drafter_depth, results
-        self._seqs, self._numbers, self._pieces = list[SequenceState](), list[int](), list[OutputDelta | None]()
-        self._drafted, self._accepted = list[int](), list[int]()
-
-    def drafts(self, number: int, row: ScheduledRow, room: int, offer: RoundOffer | None) -> tuple[int, int, int]:
-        """How many tokens the drafter drafted for a row, how many were looked up, and how many were verified."""
-        depth, results = self._depth, self._results
-        if not depth:
-            return 0, 0, 0
-        most = max(0, min(row.drafts, depth, room - 1))
-        of_drafter, by_suffix = min(most, self._by_drafter) if row.seq.followed else 0, 0
-        if offer is not None and offer.sent:
-            looked_up = [sure == LOOKED_UP for sure in results.confidences[number][:most]]
-            by_suffix = sum(looked_up)
-            of_drafter = looked_up.index(True) if by_suffix else of_drafter
-        offered = of_drafter + by_suffix
-        if results.verified is not None:
-            offered = min(row.drafts, results.verified[number])
-        return of_drafter, by_suffix, offered
-
-    def add(
-        self, seq: SequenceState, number: int, of_drafter: int, offered: int, taken: int, piece: OutputDelta | None
-    ) -> None:
-        """Take the drafter's drafts of a row."""
-        self._seqs.append(seq)
-        self._numbers.append(number)
-        self._pieces.append(piece)
-        self._drafted.append(min(offered, of_drafter))
-        self._accepted.append(min(taken, of_drafter) if self._results.trees is None else taken)
-
-    def report(self, report: StepReport) -> None:
-        """Tell them."""
-        results, numbers = self._results, self._numbers
-        if not self._seqs:
-            return
-        report.seqs = self._seqs
-        if results.trees is None:
-            report.chains = list(zip(self._drafted, self._accepted, strict=True))
-            return
-        for seq, number, taken, piece in zip(self._seqs, numbers, self._accepted, self._pieces, strict=True):
+            if not of_drafter:
+                continue
+            if results.trees is None:
+                chains.append((min(offered, of_drafter), min(taken, of_drafter)))
+                continue
             tree = results.trees[number]
-            outcome = outcome_of_tree(seq.key, tree.deepest, taken, results.tokens[number], tree.candidates)
+            outcome = outcome_of_tree(seq.key, tree.deepest, taken, tokens, tree.candidates)
             report.rounds.append(outcome)
             if piece is not None:
                 piece.ranks = tuple(outcome.ranks)
+        if not made.of_prompts:
+            report.chains = chains
 
 
-def _whole_prompt(seq: SequenceState) -> tuple[TokenLogprobs, ...] | None:
-    """Log probabilities of a prompt, if they were asked for."""
-    return None if seq.request.prompt_logprobs is None else tuple(seq.prompt_logprobs)
+def _drafted(
+    made: Round, results: RoundResults, number: int, room: int, offer: RoundOffer | None
+) -> tuple[int, int, int]:
+    """How many tokens the drafter drafted for a row, how many were looked up, and how many were verified."""
+    if not made.depth:
+        return 0, 0, 0
+    row = made.rows[number]
+    most = max(0, min(row.drafts, made.depth, room - 1))
+    of_drafter, by_suffix = min(most, made.drafter_depth) if row.seq.followed else 0, 0
+    if offer is not None and offer.sent:
+        looked_up = [sure == LOOKED_UP for sure in results.confidences[number][:most]]
+        by_suffix = sum(looked_up)
+        of_drafter = looked_up.index(True) if by_suffix else of_drafter
+    offered = of_drafter + by_suffix
+    if results.verified is not None:
+        offered = min(row.drafts, results.verified[number])
+    return of_drafter, by_suffix, offered

@@ -1,12 +1,17 @@
-"""Drafts by one drafter: the controller says how deep, the draft runner queues the passes."""
+"""Drafts by one drafter: the controller says how deep, and the drafter's passes of a round are queued here.
 
-from collections.abc import Sequence
+Reading is lazy: the target's states of tokens that the drafter has not read wait in a ring on the device, and a pass
+that drafts reads them first. The host keeps a bound of how many may wait. Before they could outgrow the ring, or what a
+draft reads, the drafter reads them in a pass of its own.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from eyas.engine.drift_probe import DriftProbe
-from eyas.engine.proposer import PLAIN, DraftPlan
+from eyas.engine.masks import draft_mask
+from eyas.engine.proposer import PLAIN, DraftPlan, Proposer
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.draft_runner import DraftRunner
 from eyas.engine.runner.round import Round
 from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.speculation.choice import Choice
@@ -15,7 +20,7 @@ from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.step_report import StepReport
 
 
-class DrafterProposer:
+class DrafterProposer(Proposer):
     """Drafts for the requests of a step."""
 
     def __init__(
@@ -30,7 +35,6 @@ class DrafterProposer:
         """With a `tree`, drafts are trees of that shape alone."""
         self.layer_ids, self.drift_probe = layer_ids, drift_probe
         self._runner, self._controller, self._forced_tree = runner, controller, tree
-        self._passes = DraftRunner(runner)
         self._choice: Choice | None = None
         """The choice in force."""
         self._slots: dict[int, int] = {}
@@ -61,14 +65,17 @@ class DrafterProposer:
         """How deep each request drafts, by the choice in force or by a new one."""
         if not decoding:
             return PLAIN
-        if self._holds and self._fits(decoding):
+        in_force, surprised = self._choice, self._controller.surprised
+        if in_force is not None and self._steps < in_force.holds and not surprised and self._fits(decoding):
             self._steps += 1
             return self._planned()
         choice = self._controller.choose([_facts(seq) for seq in decoding], after=max(1, self._steps))
         self._choice, self._steps = choice, 1
-        if choice.rests:
-            self._unfollow(decoding)
-        self._tree = self._tree_of_round(decoding)
+        for seq in decoding if choice.rests else ():
+            if _is_on_auto(seq):  # left alone to its end: with a drafter that rests it costs what it would without
+                seq.speculates = False
+                self._runner.unfollow(seq)
+        self._tree = self._tree_of_round(decoding, choice)
         self._slots, self._usual_slots = {}, 0
         for seq, depth in zip(decoding, choice.depths, strict=True):
             self._slots[seq.key] = depth if self._tree is None or not depth else self._tree.slots
@@ -85,18 +92,6 @@ class DrafterProposer:
             self._behind = [seq for seq in self._behind if seq.lags]
             slots = slots | {seq.key: 0 for seq in self._behind}
         return DraftPlan(slots=slots, tree=self._tree, choice=self._choice)
-
-    def _unfollow(self, seqs: Sequence[SequenceState]) -> None:
-        """Leave requests on auto alone, to their end: with a drafter that rests they cost what they would without."""
-        for seq in seqs:
-            if _is_on_auto(seq):
-                seq.speculates = False
-                self._runner.unfollow(seq)
-
-    @property
-    def _holds(self) -> bool:
-        """Whether the choice in force is meant for one step more."""
-        return self._choice is not None and self._steps < self._choice.holds and not self._controller.surprised
 
     def _fits(self, decoding: Sequence[SequenceState]) -> bool:
         """Whether the choice in force is one for these requests: about as many, and none that it says nothing about.
@@ -129,44 +124,69 @@ class DrafterProposer:
             return True
         return shapes.have(rows, choice.shape, max(choice.depths))
 
-    def _tree_of_round(self, seqs: Sequence[SequenceState]) -> Tree | None:
-        """The tree for all requests of a round, the shallowest of what each should grow: rounds have one shape."""
-        trees = [tree for seq in seqs if (tree := self._tree_of(seq)) is not None]
-        return min(trees, key=lambda tree: tree.depth, default=None)
+    def _tree_of_round(self, seqs: Sequence[SequenceState], choice: Choice) -> Tree | None:
+        """The tree for all requests of a round, which have one shape: one that is forced on all, or what was chosen.
 
-    def _tree_of(self, seq: SequenceState) -> Tree | None:
-        """The tree to grow for a request: one that is forced on all, or what was chosen for those on auto.
-
-        While the drift alarm fires, these grow no deeper than is healthy.
+        While the drift alarm fires, trees of requests on auto grow no deeper than is healthy.
         """
-        tree, auto, drift = self._forced_tree, seq.request.speculation.mode == "auto", self._controller.drift
-        if tree is None and auto and self._choice is not None and self._choice.shape.kind == "tree":
-            shape = self._choice.shape
-            tree = Tree(depth=shape.depth, width=shape.width, budget=shape.budget)
-        if tree is not None and auto and drift.firing:
+        tree, drift = self._forced_tree, self._controller.drift
+        if all(seq.request.speculation.mode != "auto" for seq in seqs):
+            return tree
+        if tree is None and choice.shape.kind == "tree":
+            tree = Tree.of(choice.shape)
+        if tree is not None and drift.firing:
             tree = replace(tree, depth=min(tree.depth, drift.deepest))
         return tree
 
     def draft(self, made: Round, plan: DraftPlan) -> None:
-        """Queue the drafter's passes; before that, look at one of the requests for drift, if it is time to."""
-        if self._look_due and not made.of_prompts:
+        """Let the drafter read what must be read, and draft chains or trees; for chunks of prompts, nothing.
+
+        Before that, one of the requests is looked at for drift, if it is time to.
+        """
+        if made.of_prompts:
+            return
+        if self._look_due:
             self._look_due = False
             seqs = [row.seq for row in made.rows if row.drafts and row.seq.followed]
             if seqs:
                 seq = min(seqs, key=self.drift_probe.last_look)
                 self.drift_probe.look(seq, self._runner.states_of(seq))
-        self._passes.draft(made)
+        runner, graphs, slot_R, depth = self._runner, self._runner.graphs, made.slot_R, made.drafter_depth
+        waits, follows = runner.waiting[slot_R].tolist(), runner.follows[slot_R].tolist()
+        waiting = max(states if followed else 0 for states, followed in zip(waits, follows, strict=True))
+        reads = 1 + depth
+        if depth and graphs.exact:
+            reads = max(1, waiting)
+        elif depth and waiting > reads:
+            reads = graphs.most_reads(made.bucket)
+        late = waiting > reads if depth else waiting + 1 + made.depth > runner.state.most_waiting
+        catch_up = graphs.catching_up(made.bucket, made.blocks) if late else None
+        draft = self._pass_of(made, 1 + depth if late else reads) if depth else None
+        runner.send_rows(made)
+        made.catch_up_seconds = runner.queue_timed(catch_up)
+        made.draft_seconds = runner.queue_timed(draft)
+        known = [0 if depth else 1 if late else states for states in waits]
+        drafts = zip(known, made.drafts, strict=True)
+        runner.waiting[slot_R] = [states + 1 + min(most, made.depth) for states, most in drafts]
+        made.drafter_reads = bool(late or depth)
+
+    def _pass_of(self, made: Round, reads: int) -> Callable[[], object]:
+        runner, graphs = self._runner, self._runner.graphs
+        if made.trees is not None:
+            return graphs.drafting_trees(made.trees, made.blocks, reads, made.needs)
+        # With a step in flight nobody knows yet what a grammar says.
+        heeds = made.masked and graphs.exact and runner.synchronous
+        mask = draft_mask(made, runner.model.vocab_size) if heeds else None
+        return graphs.drafting(made.bucket, made.blocks, reads, made.drafter_depth, made.needs, mask=mask)
 
     def observe(self, report: StepReport) -> None:
         """Tell the controller, and the drift alarm."""
-        self.drift_probe.follow(report.seqs, report.chains)
+        self.drift_probe.follow(report.chains)
         self._controller.observe(report)
 
-    def forget(self, key: int, *, ended: bool = True) -> None:
+    def forget(self, key: int) -> None:
         """Drop what is kept for a request that ended."""
-        if ended:
-            self._controller.forget(key)
-            self.drift_probe.forget(key)
+        self.drift_probe.forget(key)
 
     def warm_up(self) -> None:
         """A first look for drift takes many times what the others take."""

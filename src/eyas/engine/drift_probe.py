@@ -107,8 +107,8 @@ class DriftProbe:
         self._last: float | None = None
         """When the step before this one began, if it drafted."""
         self._looked_at: dict[int, int] = {}
-        self._open: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Drafts of which it is not yet known how many came true, and where the first of them would stand."""
+        self._open: dict[int, tuple[SequenceState, int, tuple[int, ...]]] = {}
+        """Requests with drafts of which it is not yet known how many came true, and where the first would stand."""
 
     def warm_up(self) -> None:
         """Examine a request that nobody made: a first check-up takes many times what the others take."""
@@ -120,14 +120,14 @@ class DriftProbe:
         seq = SequenceState(key=-1, arrival=-1, request=asked, drafter_length=read, target_length=read + 1, blocks=[0])
         config, weight = drafter.model.config, drafter.model.norm_weight
         states_TX = weight.new_zeros(1, config.num_aux_hidden_states * config.target_hidden_size)
+
+        def likeliest(_seq: SequenceState, logits_1W: Tensor, _at: int) -> Tensor:
+            return drafter.token_W[logits_1W.argmax(dim=-1)]
+
         for _ in range(2):
             started = self._clock()
-            examine(drafter, seq, states_TX, self._alarm.max_depth, lambda _seq, logits_1W, _at: self._first(logits_1W))
+            examine(drafter, seq, states_TX, self._alarm.max_depth, likeliest)
             self._cost = self._clock() - started
-
-    def _first(self, logits_1W: Tensor) -> Tensor:
-        """The likeliest draft."""
-        return self._drafter.token_W[logits_1W.argmax(dim=-1)]
 
     def due(self, drafting: int) -> bool:
         """Whether it is time to look, in a step that drafts for so many requests. To be asked once a step."""
@@ -153,42 +153,42 @@ class DriftProbe:
         self._cost = self._clock() - started
         self._rounds = 0
         self._looked_at[seq.key] = self._alarm.checkups
-        self._open[seq.key] = len(seq.tokens), seen.tokens
+        self._settle(seq.key, ended=True)
+        self._open[seq.key] = seq, len(seq.tokens), seen.tokens
         self._alarm.observe_checkup(seen.rms, seen.mass, self._cost)
 
     def last_look(self, seq: SequenceState) -> int:
         """When a request was looked at; lower is longer ago."""
         return self._looked_at.get(seq.key, -1)
 
-    def follow(self, seqs: Sequence[SequenceState], chains: Sequence[tuple[int, int]]) -> None:
-        """Take how many drafts each chain had and how many were accepted, and the fate of the drafts of a check-up.
+    def follow(self, chains: Sequence[tuple[int, int]]) -> None:
+        """Take how many drafts each chain had and how many were accepted, and the fate of the drafts of check-ups.
 
-        The requests' tokens are committed; some may have ended with them. Of trees nothing is told: a path may end
-        because nothing was offered behind it.
+        The requests' tokens are committed. Of trees nothing is told: a path may end because nothing was offered behind
+        it.
         """
         if not self._share:
             return
         for (made, taken), times in Counter(chains).items():
             self._alarm.observe_round(made, taken, times)
-        if self._open:
-            for seq in seqs:
-                self._follow_open(seq, ended=seq.finished is not None)
+        for key in list(self._open):
+            self._settle(key)
 
-    def _follow_open(self, seq: SequenceState, *, ended: bool) -> None:
-        """What came of the drafts of a check-up."""
-        if seq.key not in self._open:
+    def _settle(self, key: int, *, ended: bool = False) -> None:
+        """What came of the drafts of a check-up, once that is known; or as far as it is, if no more will be."""
+        if key not in self._open:
             return
-        first, drafts = self._open[seq.key]
+        seq, first, drafts = self._open[key]
         came = seq.tokens[first : first + len(drafts)]
         true = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, came, strict=False)))
         if true < len(came) or len(came) == len(drafts) or ended:
-            del self._open[seq.key]
+            del self._open[key]
             self._alarm.observe_round(len(came), true)
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""
+        self._settle(key, ended=True)
         self._looked_at.pop(key, None)
-        self._open.pop(key, None)
 
 
 def _past(drafter: DrafterRunner, seq: SequenceState) -> list[KeysAndValues]:

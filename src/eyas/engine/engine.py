@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
+from eyas.drafter.weight_copy import UnlikeError
 from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit, require_kv_cache_dtype
 from eyas.engine.core import EngineCore
 from eyas.engine.drafter_proposer import DrafterProposer
@@ -27,13 +28,12 @@ from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
-from eyas.engine.proposer import NoProposer, Proposer
+from eyas.engine.proposer import Proposer
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
+from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round_device import RoundDevice
 from eyas.engine.runner.round_runner import RoundRunner, slot_of
-from eyas.engine.runner.weight_copy import UnlikeError
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.drift import DriftAlarm
@@ -42,7 +42,6 @@ from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.errors import UserError
 from eyas.sampling import Sampling
-from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
 from eyas.target.rope import settle_rope
 
@@ -80,7 +79,8 @@ class Engine:
         self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
         cache = self._new_cache()
-        self.model_runner = ModelRunner(target, cache, self._kept_states(cache))
+        layers = config.hidden_state_layers
+        self.model_runner = ModelRunner(target, cache, HiddenStateCache(layers, cache, target) if layers else None)
         self.block_manager = BlockManager(self.budget.blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             self.block_manager,
@@ -90,29 +90,20 @@ class Engine:
             max_prompt_logits=max(1, MOST_PROMPT_LOGITS // target.facts.vocab_size),
             drafter=drafter is not None,
         )
-        self._outputs = OutputProcessor(target.decoder())
+        self._device = device or RoundDevice.of(
+            target.device, graphs=config.graphs, overlap=config.async_scheduling, clock=clock
+        )
+        self.core = EngineCore(
+            self.scheduler, OutputProcessor(target.decoder()), synchronous=self._device.synchronous, clock=clock
+        )
         self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
-        self._device = device or RoundDevice.of(target.device, graphs=config.graphs, overlap=config.async_scheduling)
         self._warms_up = False
         """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
         self._drafting: DrafterRunner | None = None
         self._draft_by(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
         if config.capture_ahead:
             self.capture_graphs()
-
-    def _kept_states(self, cache: KVCache) -> HiddenStateCache | None:
-        config, target = self.config, self.target
-        if not config.hidden_state_layers:
-            return None
-        return HiddenStateCache(
-            check_aux_layer_ids(config.hidden_state_layers, target.facts.num_hidden_layers),
-            slots=cache.slots,
-            block_size=config.block_size,
-            hidden_size=target.facts.hidden_size,
-            dtype=target.dtype,
-            device=target.device,
-        )
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -136,8 +127,8 @@ class Engine:
         key, self._keys = self._keys, self._keys + 1
         seq = SequenceState(key=key, arrival=key, request=request)
         self.scheduler.add(seq)  # which may refuse it, before anybody else knows of it
-        self.core.submit(seq)
-        self._outputs.open(key, request)
+        self.proposer.admit(seq)
+        self.core.outputs.open(key, request)
         return key
 
     def _require_drafts(self, speculation: Speculation) -> None:
@@ -162,8 +153,8 @@ class Engine:
         """Drop a request, wherever it is, and all that it held; False if it has ended already."""
         if not self.scheduler.cancel(key):
             return False
-        self._outputs.drop(key)
-        self.core.forget(key)
+        self.core.outputs.drop(key)
+        self.proposer.forget(key)
         return True
 
     def abandon_step(self) -> None:
@@ -172,17 +163,17 @@ class Engine:
 
     def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request that is under way; the object goes on counting."""
-        return self._outputs.stats_of(key)
+        return self.core.outputs.stats_of(key)
 
     @property
     def stats(self) -> SpecDecodeStats:
         """How speculation went for all requests together."""
-        return self._outputs.stats
+        return self.core.outputs.stats
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        return bool(self.core.busy or self.scheduler.waiting or self.scheduler.running or self._outputs.behind)
+        return bool(self.core.busy or self.scheduler.waiting or self.scheduler.running or self.core.outputs.behind)
 
     def generate(
         self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
@@ -245,9 +236,9 @@ class Engine:
         return self._drafting is not None
 
     @property
-    def suffix_bytes(self) -> int:
-        """Memory that the texts kept for suffix drafts can take."""
-        return 0 if self._suffix is None else self._suffix.bytes
+    def proposer(self) -> Proposer:
+        """Who drafts."""
+        return self.core.proposer
 
     @property
     def lookups_by_requests(self) -> dict[int, dict[str, Any]]:
@@ -275,12 +266,20 @@ class Engine:
         if drafter is not None:
             require_fit(drafter, self.target)
             if in_place and self._drafting is not None:
-                reason = self._copy_weights(drafter, self._drafting)
-                if reason is None:
+                self._device.queue.mark().wait()  # what follows the tokens of a step that has landed
+                try:
+                    self._drafting.take_weights(drafter, self.target.facts)
+                except UnlikeError as why:
+                    if or_refuse:
+                        raise UserError(
+                            f"the drafter cannot take the place of the one at work: {why}; use one like it"
+                        ) from None
+                    logger.info(f"the drafter is replaced, not overwritten: {why}")
+                else:
+                    self.scheduler.note_new_weights()
+                    # Times of passes are still known. Of acceptance, nothing learnt of other weights is believed.
+                    self._take_core(self.core.runner, self._drafting, self.controller)
                     return True
-                if or_refuse:
-                    raise UserError(f"the drafter cannot take the place of the one at work: {reason}; use one like it")
-                logger.info(f"the drafter is replaced, not overwritten: {reason}")
         if or_refuse:
             raise UserError("there is no drafter whose place another could take; swap it without or_refuse")
         runner = None
@@ -299,20 +298,6 @@ class Engine:
             self.capture_graphs()
         return False
 
-    def _copy_weights(self, drafter: Drafter, runner: DrafterRunner) -> str | None:
-        """Let the drafter at work have the weights of another; why not, if that is not possible.
-
-        Times of passes are still known. Of acceptance, nothing that was learnt of other weights is believed.
-        """
-        self._device.queue.mark().wait()  # what follows the tokens of a step that has landed
-        try:
-            runner.take_weights(drafter, self.target.facts)
-        except UnlikeError as reason:
-            return str(reason)
-        self.scheduler.note_new_weights()
-        self._take_core(self.core.runner, runner, self.controller)
-        return None
-
     def _drafter_runner(self, drafter: Drafter, cache: KVCache) -> DrafterRunner:
         config = self.config
         return DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
@@ -320,7 +305,8 @@ class Engine:
     def _draft_by(self, drafter: DrafterRunner | None) -> None:
         """Take steps with this drafter, or none, from now on: its passes, and what decides about them."""
         self._drafting = drafter
-        self.__dict__.pop("core", None)  # its graphs and buffers make room for the new ones
+        vars(self.core).pop("runner", None)  # its graphs and buffers make room for the new ones
+        self.core.proposer = Proposer()
         device = self._device = self._device.anew()
         room = self.config.room(self.target.device, self.max_model_len)
         self._take_core(RoundRunner(self.model_runner, drafter, device, room, tree=self.config.tree), drafter, None)
@@ -340,7 +326,7 @@ class Engine:
         # Trees: where they are not captured ahead, each shape would hold up a step when it is met.
         known = None if before is None else before.shapes
         controller.captures(known or replace(rounds.shapes, trees=()))
-        proposer: Proposer = NoProposer()
+        proposer = Proposer()
         if drafter is not None:
             probe = DriftProbe(
                 drafter, self.drift, share=config.drift_share, draw=_drawing(rounds, drafter), clock=self._clock
@@ -349,18 +335,8 @@ class Engine:
             proposer = DrafterProposer(rounds, controller, layer_ids=layer_ids, drift_probe=probe, tree=config.tree)
         if self._suffix is not None:
             proposer = SuffixProposer(proposer, self._suffix, controller, rounds)
-        self.proposer = proposer
         self.model_runner.layer_ids = proposer.layer_ids
-        self.core = EngineCore(
-            rounds,
-            self.scheduler,
-            proposer,
-            self._outputs,
-            synchronous=self._device.synchronous,
-            clock=self._clock,
-        )
-        for seq in self.scheduler.requests:
-            self.core.resume(seq)
+        self.core.begin(rounds, proposer)
 
     def _new_cache(self) -> KVCache:
         config = self.config
@@ -393,21 +369,25 @@ class Engine:
         """Time steps for requests that nobody made, so that the first choice of a depth is an informed one."""
         if self._drafting is None or self.scheduler.requests:
             return
-        outputs, began, shapes = self._outputs, self._clock(), self.core.runner.shapes
-        self._outputs = OutputProcessor(self.target.decoder())
-        self._take_core(self.core.runner, self._drafting, None)
-        steps: dict[tuple[int, Arm], float] = {}
-        for rows in REHEARSED_ROWS:
-            if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
-                break
-            for depth in sorted({min(depth, self.config.max_depth) for depth in REHEARSED_DEPTHS}):
-                seconds = self._rehearse_steps(rows, depth)
-                if seconds is not None:
-                    steps[rows, depth] = seconds
-        self._outputs = outputs
-        # All else that was learnt is of what nobody asked.
-        self._take_core(self.core.runner, self._drafting, None)
-        self.controller.captures(shapes)
+        core, outputs, began, steps = self.core, self.core.outputs, self._clock(), dict[tuple[int, Arm], float]()
+        core.outputs = OutputProcessor(self.target.decoder())
+        self._take_core(core.runner, self._drafting, None)
+        try:
+            for rows in REHEARSED_ROWS:
+                if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
+                    break
+                for depth in sorted({min(depth, self.config.max_depth) for depth in REHEARSED_DEPTHS}):
+                    seconds = self._rehearse_steps(rows, depth)
+                    if seconds is not None:
+                        steps[rows, depth] = seconds
+        finally:
+            for seq in self.scheduler.requests:  # of a step that failed
+                self.cancel(seq.key)
+            core.abandon()
+            core.outputs = outputs
+            # All else that was learnt is of what nobody asked.
+            self._take_core(core.runner, self._drafting, None)
+            self.controller.captures(core.runner.shapes)
         self.controller.rehearse(Rehearsal(steps=steps))
 
     def _rehearse_steps(self, rows: int, depth: int) -> float | None:
@@ -435,8 +415,7 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Go once through the algorithm; what it gave to whom."""
         self.core.step()
-        self._outputs.process()
-        return self._outputs.take()
+        return self.core.outputs.process()
 
 
 def _drawing(rounds: RoundRunner, drafter: DrafterRunner) -> Callable[[SequenceState, Tensor, int], Tensor]:

@@ -1,12 +1,11 @@
 """Log probabilities of chosen tokens and of the most likely ones, by the target's raw logits.
 
-Shapes: N rows of logits, V vocabulary, K alternatives.
+Shapes: N rows of logits, V vocabulary, K alternatives, C columns.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -22,31 +21,35 @@ class TokenLogprobs:
     """The most likely tokens and their log probabilities, the most likely first."""
 
 
-class LogprobsTensors(NamedTuple):
-    """Columns of the above: what can be computed before the host knows the tokens."""
+def logprob_columns(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> Tensor:
+    """Of each token its log probability, its rank, the most likely tokens and theirs [N, C]; reals as their bits.
 
-    token_N: Tensor
-    logprob_N: Tensor
-    rank_N: Tensor
-    top_token_NK: Tensor
-    top_logprob_NK: Tensor
-
-    def tell(self, alternatives: Sequence[int]) -> list[TokenLogprobs]:
-        """For each row, with so many alternatives of those computed. It waits for the device unless copied before."""
-        columns: list[list[Any]] = [column.tolist() for column in self]
-        return [
-            TokenLogprobs(
-                token=token, logprob=logprob, rank=rank, top=tuple(zip(tokens[:most], tops[:most], strict=True))
-            )
-            for token, logprob, rank, tokens, tops, most in zip(*columns, alternatives, strict=True)
-        ]
-
-
-def compute_logprobs(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> LogprobsTensors:
-    """Log probability and rank of each token, and of so many most likely ones; nothing here waits for the device."""
+    Nothing here waits for the device.
+    """
     logits_NV = logits_NV.float()
     total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
     chosen_N1 = logits_NV.gather(-1, token_N[:, None])
     rank_N = 1 + (logits_NV > chosen_N1).sum(dim=-1)
     top = logits_NV.topk(min(alternatives, logits_NV.shape[-1]), dim=-1)
-    return LogprobsTensors(token_N, (chosen_N1 - total_N1)[:, 0], rank_N, top.indices, top.values - total_N1)
+    logprob_N1, top_NK = ((x - total_N1).double().view(torch.int64) for x in (chosen_N1, top.values))
+    return torch.cat([logprob_N1, rank_N[:, None], top.indices, top_NK], dim=1)
+
+
+def tell_logprobs(token_N: Tensor, told_NC: Tensor, alternatives: int) -> list[TokenLogprobs]:
+    """What the columns say of each token, with so many alternatives of those computed."""
+    split = 2 + (told_NC.shape[1] - 2) // 2
+    logprob_N, top_logprob_NK = (
+        x.contiguous().view(torch.float64).tolist() for x in (told_NC[:, 0], told_NC[:, split:])
+    )
+    ranks, top_tokens = told_NC[:, 1].tolist(), told_NC[:, 2:split].tolist()
+    return [
+        TokenLogprobs(
+            token=token,
+            logprob=logprob,
+            rank=rank,
+            top=tuple(zip(tokens[:alternatives], tops[:alternatives], strict=True)),
+        )
+        for token, logprob, rank, tokens, tops in zip(
+            token_N.tolist(), logprob_N, ranks, top_tokens, top_logprob_NK, strict=True
+        )
+    ]

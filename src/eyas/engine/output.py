@@ -88,13 +88,14 @@ class SpecDecodeStats:
     steps: tuple[tuple[int, int], ...] | None = None
     """Drafted and accepted tokens of every draft, of an engine that tells them at the end and not as they come."""
 
-    def count(self, drafted: int, accepted: int, tokens: int, times: int = 1, suffix: tuple[int, int] = (0, 0)) -> None:
-        """Add one pass, or so many alike; `suffix` are drafts from the suffix index, and those accepted."""
+    def count(self, drafted: int, accepted: int, tokens: int, by_suffix: int = 0, times: int = 1) -> None:
+        """Add one pass, or so many alike; of the drafts the last so many are from the suffix index."""
         self.passes += times
         self.tokens += times * tokens
-        self.suffix_drafted += times * suffix[0]
-        self.suffix_accepted += times * suffix[1]
         if drafted:
+            if by_suffix:
+                self.suffix_drafted += times * by_suffix
+                self.suffix_accepted += times * max(0, accepted - (drafted - by_suffix))
             self.drafts += times
             self.drafted += times * drafted
             if accepted:
@@ -216,7 +217,6 @@ class OutputProcessor:
         self._answers: dict[int, _OpenAnswer] = {}
         self._notes: list[tuple[_OpenAnswer, OutputDelta]] = []
         """Pieces whose texts are not made yet, unless they were needed to tell whether the answer ends."""
-        self._ready: list[OutputDelta] = []
 
     @property
     def behind(self) -> bool:
@@ -242,18 +242,17 @@ class OutputProcessor:
     def drop(self, key: int) -> None:
         """Forget an answer that nobody wants any more."""
         self._notes = [note for note in self._notes if note[0].key != key]
-        self._ready = [piece for piece in self._ready if piece.key != key]
         self.close(key)
 
     def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request under way; the object goes on counting."""
         return self._answers[key].stats
 
-    def check_stop(self, seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
-        """How many of these new tokens belong to the answer, which may come to `limit` tokens, and whether it ends."""
+    def check_stop(self, seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
+        """How many of these new tokens belong to the answer, and whether it ends."""
         if seq.matcher is not None and seq.matcher.failure is not None and tokens:
             return StopCheck(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
-        stop = _until_the_end(seq, tokens, limit)
+        stop = _until_the_end(seq, tokens)
         if seq.request.stop_strings:
             stream = self._answers[seq.key].stream
             assert stream is not None, "a request with stop strings has text"
@@ -285,26 +284,16 @@ class OutputProcessor:
         self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int, suffix_drafted: int = 0
     ) -> OutputDelta:
         """The same where the answer goes on and nothing but its tokens was asked for."""
-        answer = self._answers[seq.key]
+        answer, depths, cached = self._answers[seq.key], _depths(accepted, len(tokens)), seq.num_cached_tokens or 0
         piece = OutputDelta(
-            answer.key,
-            tuple(tokens),
-            (),
-            _depths(accepted, len(tokens)),
-            drafted,
-            accepted,
-            suffix_drafted,
-            None,
-            None,
-            None,
-            None,
-            seq.num_cached_tokens or 0,
+            answer.key, tuple(tokens), (), depths, drafted, accepted, suffix_drafted, num_cached_tokens=cached
         )
         self._notes.append((answer, piece))
         return piece
 
-    def process(self) -> None:
+    def process(self) -> list[OutputDelta]:
         """Put into words and count what was noted."""
+        kinds = Counter[tuple[int, int, int, int]]()
         for answer, piece in self._notes:
             tokens, stream = piece.tokens, answer.stream
             count = len(tokens)
@@ -315,28 +304,15 @@ class OutputProcessor:
                     piece.texts = tuple([stream.push(token) for token in tokens])
                 else:
                     piece.texts = tuple(_words(stream, tokens, piece.finished, answer.include_stop)[0])
-            suffix = (piece.suffix_drafted, piece.suffix_accepted) if piece.suffix_drafted else (0, 0)
-            answer.stats.count(piece.drafted, piece.accepted, count, suffix=suffix)
-            self._ready.append(piece)
-        self._count_all()
-        self._notes = []
-
-    def _count_all(self) -> None:
-        """Count what was noted of all requests together, alike ones at once."""
-        kinds = Counter(
-            [(piece.drafted, piece.accepted, len(piece.tokens), piece.suffix_drafted) for _, piece in self._notes]
-        )
-        for (drafted, accepted, tokens, suffix), times in kinds.items():
-            of_suffix = suffix, max(0, accepted - drafted + suffix)
-            self.stats.count(drafted, accepted, tokens, times, suffix=of_suffix)
+            answer.stats.count(piece.drafted, piece.accepted, count, piece.suffix_drafted)
+            kinds[piece.drafted, piece.accepted, count, piece.suffix_drafted] += 1
+        for kind, times in kinds.items():  # of all requests together, alike ones at once
+            self.stats.count(*kind, times)
+        pieces, self._notes = [piece for _, piece in self._notes], []
+        return pieces
 
     def _decode_skipping(self, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
         return self._decode(tokens, skip_special_tokens)
-
-    def take(self) -> list[OutputDelta]:
-        """Everything processed since the last time."""
-        ready, self._ready = self._ready, []
-        return ready
 
 
 @cache
@@ -350,13 +326,13 @@ def _no_texts(count: int) -> tuple[str, ...]:
     return ("",) * count
 
 
-def _until_the_end(seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
+def _until_the_end(seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
     """Up to a stop token or the limit; what the text may say is left out."""
     request = seq.request
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids and seq.new_tokens + count > request.min_new_tokens:
             return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.STOP, reason=token)
-        if len(seq.tokens) + count >= limit:
+        if len(seq.tokens) + count >= seq.limit:
             return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.LENGTH)
     return StopCheck(tokens=list(tokens), finished=None)
 

@@ -10,7 +10,7 @@ without one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from eyas.engine.request import SequenceState
 from eyas.engine.speculation.choice import Choice
@@ -41,22 +41,23 @@ class DraftPlan:
 PLAIN = DraftPlan()
 
 
-class Proposer(Protocol):
-    """What the engine's step asks of whoever drafts."""
+class Proposer:
+    """What the engine's step asks of whoever drafts. This one drafts nothing, for an engine without a drafter."""
 
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose states it reads."""
+    layer_ids: tuple[int, ...] = ()
+    """Layers of the target whose states it reads."""
 
     @property
     def needs_landing(self) -> bool:
         """Whether every launched step must be committed before the next is planned. Asked once a step."""
+        return False
 
     def admit(self, seq: SequenceState) -> None:
         """Take note of a request that came."""
 
     def plan(self, decoding: Sequence[SequenceState]) -> DraftPlan:
         """How these requests draft in the next step."""
+        return PLAIN
 
     def draft(self, made: "Round", plan: DraftPlan) -> None:
         """Queue what makes the drafts of a round."""
@@ -64,34 +65,8 @@ class Proposer(Protocol):
     def observe(self, report: "StepReport") -> None:
         """Learn from a step that was committed."""
 
-    def forget(self, key: int, *, ended: bool = True) -> None:
-        """Drop what is kept for a request that ended, or lost its blocks."""
+    def forget(self, key: int) -> None:
+        """Drop what is kept for a request that ended."""
 
     def warm_up(self) -> None:
         """Do for the first time what takes longer then."""
-
-
-class NoProposer:
-    """Drafts nothing, for an engine without a drafter."""
-
-    layer_ids: tuple[int, ...] = ()
-    needs_landing = False
-
-    def admit(self, seq: SequenceState) -> None:
-        """No drafter to follow it."""
-
-    def plan(self, decoding: Sequence[SequenceState]) -> DraftPlan:
-        """No drafts."""
-        return PLAIN
-
-    def draft(self, made: "Round", plan: DraftPlan) -> None:
-        """No drafts."""
-
-    def observe(self, report: "StepReport") -> None:
-        """Nothing to learn."""
-
-    def forget(self, key: int, *, ended: bool = True) -> None:
-        """Nothing kept."""
-
-    def warm_up(self) -> None:
-        """Nothing to warm up."""

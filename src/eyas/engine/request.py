@@ -10,14 +10,15 @@ three are what the host has confirmed; steps that are still under way (`flights`
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from eyas.engine.flight import Flight
 from eyas.errors import UserError
 
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
-    from eyas.engine.grammar.base import Grammar, GrammarMatcher
+    from eyas.engine.grammar import Grammar, GrammarMatcher
     from eyas.engine.logprobs import TokenLogprobs
+    from eyas.engine.runner.sampling_needs import Needs
     from eyas.sampling import Sampling
 
 MOST_LOGPROBS = 20
@@ -146,6 +147,24 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What a launched step may do to a request that goes on behind it."""
+
+    read: int
+    """Tokens that the target surely reads: the chunk, or the newest token."""
+    fewest: int
+    """New tokens that are surely chosen: 1 if the tokens end with the newest, else 0."""
+    most: int
+    """New tokens with all drafts accepted. As many more tokens may be read as are chosen beyond the fewest."""
+
+
+@cache
+def flight_of(count: int, drafts: int, samples: bool) -> Flight:
+    """The flight of a row; one object for all rows of a kind, since a step has hundreds of them."""
+    return Flight(count, 1, 1 + drafts) if samples else Flight(count, 0, 0)
+
+
 @dataclass(eq=False, kw_only=True)
 class SequenceState:
     """A request in the engine. The scheduler alone changes its lengths, tokens and blocks."""
@@ -191,6 +210,8 @@ class SequenceState:
     """Of the prompt's tokens from the second on, as far as they were read; only if the request asks for them."""
     matcher: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
+    needs: "Needs | None" = field(init=False, default=None)
+    """What it asks of the sampler; the sampler's own note, made when it gets a slot."""
     speculates: bool = field(init=False)
     """Whether the drafter follows it."""
     is_ordinary: bool = field(init=False)
@@ -230,8 +251,3 @@ class SequenceState:
     def new_tokens(self) -> int:
         """How many tokens were chosen so far."""
         return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def pending(self) -> int:
-        """Tokens the target has not read yet. With 1 the request decodes, with more it reads (again, if preempted)."""
-        return len(self.tokens) - self.target_length

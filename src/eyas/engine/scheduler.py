@@ -16,10 +16,12 @@ Blocks follow the same order but for drafts, which come last: speculation never 
 gets the blocks of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
 one whose turn is last loses its blocks and waits again, and the prefix cache makes reading it again cheap.
 
-A step may be planned while another is under way (`launched`, then `landed`; `flight.py` keeps what waits for it). What
-is chosen there is known within bounds only, so a request that may go on gets a row, with blocks for the deepest
-outcome, but never beyond its limit: the device reads and writes nothing from its last allowed token on. Nothing is
-taken from a request with a step under way: if a block is missing, the plan has no rows until that step was committed.
+A step may be planned while another is under way (`launched`, then `landed`). What is chosen there is known within
+bounds only (`Flight`), so a request that may go on gets a row, with blocks for the deepest outcome, but never beyond
+its limit: the device reads and writes nothing from its last allowed token on. Nothing is taken from a request with a
+step under way: if a block is missing, the plan has no rows until that step was committed. A step may write any block
+that its requests owned when it was launched: what a request gives up meanwhile is set aside until every step launched
+before has landed.
 
 Invariants: running and waiting requests each stand in the order of their turns, and with one priority all running ones
 before all waiting ones; the first running one moves in every step and is never preempted; with no step under way a
@@ -28,15 +30,14 @@ no block or slot is given to another while a launched step may write it.
 """
 
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from itertools import count as count_up
 
-from eyas.engine.flight import LaunchedSteps, flight_of
 from eyas.engine.kv_cache.block_manager import BlockManager
-from eyas.engine.request import FinishReason, SequenceState
+from eyas.engine.request import FinishReason, SequenceState, flight_of
 from eyas.errors import UserError
 
 
@@ -115,7 +116,8 @@ class Scheduler:
         self._max_prompt_logits = max_prompt_logits or max_num_batched_tokens
         self._size = block_manager.block_size
         self._slots = list(range(self._max_num_seqs))[::-1]
-        self._steps: LaunchedSteps[SchedulerOutput] = LaunchedSteps()
+        self._steps: deque[tuple[SchedulerOutput, list[tuple[list[int], int]]]] = deque()
+        """Launched ones, oldest first, each with blocks and slot of all that left while it was the newest."""
         self._lives: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: list[SequenceState] = []
@@ -143,10 +145,6 @@ class Scheduler:
         """How many launched steps have not landed."""
         return len(self._steps)
 
-    def limit(self, seq: SequenceState) -> int:
-        """The most tokens a request can come to, prompt included; with them it must be finished."""
-        return min(seq.limit, self._max_length)
-
     def add(self, seq: SequenceState) -> None:
         """Let a request wait for its turn; refuse one whose turn could never come."""
         assert seq.key not in self._lives, f"request {seq.key} is here already"
@@ -156,7 +154,7 @@ class Scheduler:
                 f"the prompt of request {seq.key} has {seq.prompt_length} tokens, above the {self._max_length - 1} "
                 f"that leave room for an answer; shorten it or raise the longest context {self._max_length}"
             )
-        size, most, limit = self._size, self._block_manager.blocks, self.limit(seq)
+        size, most, limit = self._size, self._block_manager.blocks, min(seq.limit, self._max_length)
         blocks = self._block_manager.blocks_for(limit - 1)  # the last token is never read
         if blocks > most:
             raise UserError(
@@ -259,7 +257,7 @@ class Scheduler:
 
         With `deepest` its drafts are nodes of trees: of a request that many can be accepted, and all of them have room.
         """
-        self._steps.launch(output)
+        self._steps.append((output, []))
         for row in output.rows:
             assert row.seq.slot is not None, f"request {row.seq.key} left between plan and launch"
             drafts = row.drafts if deepest is None else min(row.drafts, deepest)
@@ -267,13 +265,15 @@ class Scheduler:
 
     def landed(self, output: SchedulerOutput) -> None:
         """The oldest launched step is over and its rows are committed, but for those of requests that have ended."""
-        for blocks, slot in self._steps.land(output):
+        step, aside = self._steps.popleft()
+        assert step is output, "steps land in the order in which they were launched"
+        for blocks, slot in aside:
             self._give_back(blocks, slot)
 
     def abandon(self) -> None:
         """No launched step will land, and the device is at rest; their requests have been cancelled."""
         assert not any(seq.flights for seq in self._running), "cancelled first"
-        for step in list(self._steps):
+        for step, _ in list(self._steps):
             self.landed(step)
 
     def commit(self, seq: SequenceState, read: int, new_tokens: Sequence[int], drafter_length: int = 0) -> None:
@@ -334,11 +334,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless requests, blocks, slots and flights are in order. For between steps."""
-        aside = self._steps.aside
+        aside = [entry for _, entries in self._steps for entry in entries]
         self._block_manager.check([*(seq.blocks for seq in self._running), *(blocks for blocks, _ in aside)])
         slots = [*self._slots, *(slot for _, slot in aside), *(seq.slot for seq in self._running)]
         assert sorted(slot for slot in slots if slot is not None) == list(range(self._max_num_seqs)), f"slots {slots}"
-        launched = Counter(row.seq.key for step in self._steps for row in step.rows)
+        launched = Counter(row.seq.key for step, _ in self._steps for row in step.rows)
         queue = [*self._running, *self._waiting]
         assert {seq.key: seq for seq in queue} == self._lives
         for part in (self._running, self._waiting):
@@ -350,7 +350,7 @@ class Scheduler:
         assert len(self._running) <= self._max_num_seqs
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
-            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq) == seq.limit
+            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= seq.limit <= self._max_length
             assert not seq.lags or seq.drafter_length < seq.written_length <= seq.target_length, (
                 f"request {seq.key} lags"
             )
@@ -450,7 +450,7 @@ class Scheduler:
         """Take what a request owns; what a launched step may write is set aside until that has landed."""
         if seq.slot is not None:
             if seq.flights:
-                self._steps.put_aside(seq.blocks, seq.slot)
+                self._steps[-1][1].append((seq.blocks, seq.slot))
             else:
                 self._give_back(seq.blocks, seq.slot)
         seq.blocks, seq.slot, seq.flights = [], None, []

@@ -104,7 +104,8 @@ class BlockManager:
             assert self._references[block] > 0, f"block {block} is released but free"
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._is_found(block):
+                prefix = self._content[block]
+                if prefix is not None and prefix.block == block:
                     self._idle[block] = None
                 else:
                     self._clear(block)
@@ -223,10 +224,6 @@ class BlockManager:
         for prefix in self._prefixes.values():
             assert prefix.block is not None or not prefix.drafted, "content is drafted in no block"
             assert prefix.block is None or self._content[prefix.block] is prefix, f"block {prefix.block} holds another"
-
-    def _is_found(self, block: int) -> bool:
-        prefix = self._content[block]
-        return prefix is not None and prefix.block == block
 
     def _clear(self, block: int) -> None:
         """Make a block blank that nobody refers to."""

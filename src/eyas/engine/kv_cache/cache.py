@@ -1,9 +1,9 @@
 """Keys and values of all requests, in blocks, and the memory that there is for them.
 
 What a block is and who owns which is for `block_manager.py` to say; which slots a pass writes and reads is said by
-`kernels/attention/metadata.py`. Here are the tensors alone.
+`kernels/attention/metadata.py`. Here are the tensors, and attention over them.
 
-Shapes: N tokens of a pass, C slots of the cache, G key heads, K head dim, M slots moved.
+Shapes: N tokens of a pass, C slots of the cache, H query heads, G key heads, K head dim, M slots moved.
 """
 
 import os
@@ -18,8 +18,9 @@ from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.attention.backend import write_slots
-from eyas.kernels.attention.choose import has_triton
+from eyas.kernels.attention.choose import choose_backend, has_triton
 from eyas.kernels.attention.kv_dtype import bits
+from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.mapped_memory import mapped_memory
 
 
@@ -115,6 +116,39 @@ class KVCache:
             # which numpy asks for, the first block would take hundreds of megabytes.
             memory = mapped_memory(prod(shape) * dtype.itemsize, huge_pages=False)
             return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class PagedAttention:
+    """One pass's attention over a cache: an `Attend` for drafters, and what targets attend through
+    (`target/attention.py`).
+    """
+
+    def __init__(
+        self, cache: KVCache, metadata: AttentionMetadata, *, window: int | None = None, sinks: int = 0
+    ) -> None:
+        assert metadata.block_size == cache.block_size
+        self.cache, self.metadata, self.window = cache, metadata, window
+        self.backend = choose_backend(metadata, sinks=sinks)
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        sink_logit_H: Tensor | None = None,
+    ) -> Tensor:
+        """Write k, v [N, G, K] of the new tokens and answer their queries [N, H, K].
+
+        Scores are scaled by `scale`, K ** -0.5 if none is given, and bent to softcap * tanh(score / softcap).
+        """
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        window = self.window if window is None else window
+        keys, values = self.cache.memory(layer, k, v)
+        return self.backend.write_and_attend(q, k, v, keys, values, scale, softcap, window, sink_logit_H)
 
 
 def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVCache:

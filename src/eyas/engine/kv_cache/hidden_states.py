@@ -12,23 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.target.capture import check_aux_layer_ids
+from eyas.target.model import Target
+
 
 class HiddenStateCache:
     """States [C, X] by slot."""
 
-    def __init__(
-        self,
-        layer_ids: tuple[int, ...],
-        *,
-        slots: int,
-        block_size: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.layer_ids, self._block_size = layer_ids, block_size
+    def __init__(self, layer_ids: tuple[int, ...], cache: KVCache, target: Target) -> None:
+        """Beside the keys and values of `cache`."""
+        self.layer_ids = check_aux_layer_ids(layer_ids, target.facts.num_hidden_layers)
+        self._block_size, width = cache.block_size, len(self.layer_ids) * target.facts.hidden_size
         with torch.inference_mode(False):  # else it could be written in inference mode only
-            self._states_CX = torch.empty(slots, len(layer_ids) * hidden_size, dtype=dtype, device=device)
+            self._states_CX = torch.empty(cache.slots, width, dtype=target.dtype, device=target.device)
 
     def write(self, slot_mapping_N: Tensor, states_NX: Tensor) -> None:
         """Keep the states of a pass."""

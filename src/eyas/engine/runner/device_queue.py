@@ -7,9 +7,13 @@ is told when it is told.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+
+from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.kernels.attention.choose import has_triton
 
 
 class Mark(Protocol):
@@ -32,18 +36,6 @@ class DeviceQueue(Protocol):
         """The place behind all that was put in so far."""
 
 
-class CUDAStreamQueue:
-    """The current CUDA stream: operations are launched at once and run later by themselves."""
-
-    def run(self, function: Callable[[], object]) -> None:
-        """Launch what it launches."""
-        function()
-
-    def mark(self) -> Mark:
-        """An event."""
-        return _EventMark()
-
-
 class _EventMark:
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -60,21 +52,60 @@ class _EventMark:
 class ImmediateQueue:
     """The processor itself: a function has run when `run` returns."""
 
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
     def run(self, function: Callable[[], object]) -> None:
         """Call it."""
         function()
 
     def mark(self) -> Mark:
         """The present time."""
-        return _TimeMark()
+        return _TimeMark(self._clock())
+
+
+class CUDAStreamQueue(ImmediateQueue):
+    """The current CUDA stream: what is called launches operations, which run later by themselves."""
+
+    def mark(self) -> Mark:
+        """An event."""
+        return _EventMark()
 
 
 class _TimeMark:
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
+    def __init__(self, at: float) -> None:
+        self._at = at
 
     def wait(self) -> None:
         """Return at once: all before it is done."""
 
     def seconds_since(self, earlier: "_TimeMark") -> float:
         return self._at - earlier._at
+
+
+@dataclass(kw_only=True)
+class RoundDevice:
+    """How passes come to a device: captured as CUDA graphs or run as they are, in flight or waited for."""
+
+    capture: GraphCapture
+    queue: DeviceQueue
+    synchronous: bool = False
+    """Every step lands before the next is launched."""
+    chance: float | None = None
+    """A coin that accepts drafts instead of the law: to measure at an acceptance of one's choice."""
+
+    def anew(self) -> "RoundDevice":
+        """The device with nothing captured."""
+        return replace(self, capture=self.capture.anew())
+
+    @classmethod
+    def of(
+        cls, device: torch.device, *, graphs: bool, overlap: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> "RoundDevice":
+        """A GPU works while the host plans ahead, if told to; a CPU is the host."""
+        on_gpu = device.type == "cuda"
+        return cls(
+            capture=GraphCapture(device=device, enabled=graphs and on_gpu and has_triton()),
+            queue=CUDAStreamQueue() if on_gpu else ImmediateQueue(clock),
+            synchronous=not (on_gpu and overlap),
+        )

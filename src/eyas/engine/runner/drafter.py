@@ -8,18 +8,14 @@ drafts are never seen.
 Shapes: N tokens of a pass, D drafter hidden, W draft vocabulary.
 """
 
-from functools import cached_property
-
 from torch import Tensor
 
 from eyas.drafter.config import HasLayers
-from eyas.drafter.model import Drafter
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import DraftsChains, fuse_rows, remember_in
+from eyas.drafter.model import DepthOutput, Drafter
+from eyas.drafter.weight_copy import copy_weights, paired, require_alike, shared_places
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.round_state import RoundState
-from eyas.engine.runner.weight_copy import copy_weights, paired, require_alike, shared_places
 from eyas.kernels.attention.metadata import AttentionMetadata
 
 
@@ -50,22 +46,26 @@ class DrafterRunner:
         copy_weights(pairs, shared_places(self.model))
         self.model.recorded_acceptance = drafter.recorded_acceptance
 
-    @cached_property
-    def in_calls(self) -> DraftsChains | None:
-        """What reads and drafts in one call each, if the drafter is run by such."""
-        return self.run if isinstance(self.run, DraftsChains) else None
-
     def fuse(self, state: RoundState, place_N: Tensor) -> Tensor:
         """The depth-0 states of some places of the ring."""
-        assert state.states_SLX is not None
-        return fuse_rows(self.run, state.states_SLX.flatten(0, 1), place_N, self.dtype)
+        assert state.states_NX is not None
+        return self.run.fuse_rows(state.states_NX, place_N)
+
+    def step(
+        self, hidden_ND: Tensor, token_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None = None
+    ) -> DepthOutput:
+        """One depth of all tokens, for the outcome of some, or of all."""
+        attend = self.attend(layout)
+        if keep_M is None:
+            return self.run.step(hidden_ND, token_N, layout.position_N, attend)
+        return self.run.step_for(hidden_ND, token_N, layout.position_N, attend, keep_M)
 
     def read(self, hidden_ND: Tensor, token_N: Tensor, layout: AttentionMetadata) -> None:
         """Let later tokens see these: a slot takes a state and the token behind it."""
         if self.remembers:
-            remember_in(self.cache, self.run, layout, hidden_ND, token_N)
+            self.run.remember_in(self.cache, layout, hidden_ND, token_N)
         else:
-            self.run.step(hidden_ND, token_N, layout.position_N, self.attend(layout))
+            self.step(hidden_ND, token_N, layout)
 
     def attend(self, layout: AttentionMetadata) -> PagedAttention:
         """Attention over the drafter's blocks in one pass."""

@@ -15,24 +15,25 @@ dim, E outputs of a product.
 """
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
-from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, plain_attention, product_of
+from eyas.drafter.model import Attention, DepthOutput, Drafter, FirstLayer, RMSNorm
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
+from eyas.engine.runner.draft_passes import DraftPasses
+from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
-from eyas.kernels.elementwise import Elementwise, elementwise_for
+from eyas.kernels.elementwise import Elementwise, FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
-from eyas.kernels.llama.block import packed_products
+from eyas.kernels.llama.block import Product, join, packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
-from eyas.kernels.llama.eagle import ChainsOutput, DraftHead, DraftLayer, GoesOn, StateFusion, Surroundings
+from eyas.kernels.llama.eagle import ChainsOutput, DraftHead, DraftLayer, StateFusion, Surroundings
 from eyas.kernels.llama.rotary_table import RotaryTable
 
 logger = logging.getLogger(__name__)
@@ -43,30 +44,88 @@ QUANTISED_TOLERANCE = 2e-2
 """The same where products quantise what they read: the last bit may decide between two of 255 values."""
 
 
-def fused_drafter(drafter: Drafter) -> Drafts:
-    """The fused pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
+class NotEagleError(Exception):
+    """A drafter has no fused pass; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EagleParts:
+    """What a drafter of one plain layer multiplies by: linears that read the same are one product."""
+
+    layer: FirstLayer
+    fc: Product
+    qkv: Product
+    kv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    qk_norm: FusedNorm | None
+    """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
+    sizes: LlamaSizes
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "EagleParts":
+        """`NotEagleError` where it is another kind of drafter."""
+        config, layer, qk_norm = drafter.config, drafter.layers[0], None
+        if len(drafter.layers) > 1:
+            raise NotEagleError(f"it has {len(drafter.layers)} layers")
+        if not isinstance(layer, FirstLayer):
+            raise NotEagleError("it is an EAGLE-1 drafter, for which there is no fused pass")
+        attention, mlp = layer.self_attn, layer.mlp
+        if not isinstance(attention, Attention):
+            raise NotEagleError("its attention is latent (MLA), for which there is no fused pass")
+        heads, keys, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = (attention.q_norm, heads), (attention.k_norm, keys)
+            weight_BK = torch.cat([norm.weight.detach().expand(count, -1) for norm, count in norms])
+            qk_norm = FusedNorm(weight_BK, config.rms_norm_eps)
+        return cls(
+            layer=layer,
+            fc=_product_of(drafter.fc),
+            qkv=_product_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            kv=_product_of(attention.k_proj, attention.v_proj),
+            output=_product_of(attention.o_proj),
+            gate_up=_product_of(mlp.gate_proj, mlp.up_proj),
+            down=_product_of(mlp.down_proj),
+            qk_norm=qk_norm,
+            sizes=LlamaSizes(
+                heads=heads, key_heads=keys, head_dim=size, rotary_dim=size, intermediate=config.intermediate_size
+            ),
+        )
+
+
+def _product_of(*linears: nn.Module) -> Product:
+    """One product for linears that read the same."""
+    product = join(linears)
+    if product is None:
+        raise NotEagleError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")
+    return product
+
+
+def fused_drafter(drafter: Drafter) -> DraftPasses:
+    """The fused pass of a drafter where it has one and the trial bears it out, else its own code."""
     if drafter.fc.weight.is_cuda:
         return _by_kernels(drafter)
-    elementwise = elementwise_for(drafter.norm_weight)
+    elementwise, own = elementwise_for(drafter.norm_weight), DraftPasses(drafter)
     if elementwise is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
-        return drafter
+        return own
     packed = isinstance(drafter.embed_tokens, QuantisedEmbedding)
     if not packed and elementwise_for(drafter.embed_tokens.weight) is None:
-        return drafter  # they may be the target's, which compiled code would misread
+        return own  # they may be the target's, which compiled code would misread
     try:
         fused = _FusedDrafter(drafter, elementwise)
     except NotEagleError as reason:
         logger.info(f"the drafter runs by its own code: {reason}")
-        return drafter
-    is_right = _is_right(fused, drafter)
+        return own
+    is_right = _is_right(fused, own)
     fused.turns.forget()  # the trial went to the end of the context; requests may never
-    return fused if is_right else drafter
+    return fused if is_right else own
 
 
-def _by_kernels(drafter: Drafter) -> Drafts:
+def _by_kernels(drafter: Drafter) -> DraftPasses:
     """On a GPU; why there is no fused pass is logged."""
     if not has_triton():
-        return drafter
+        return DraftPasses(drafter)
     from eyas.engine.runner.triton_drafter import TritonDrafter, require_same  # torch for CPUs comes without triton
 
     try:
@@ -74,7 +133,7 @@ def _by_kernels(drafter: Drafter) -> Drafts:
         require_same(fused, drafter)
     except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
         logger.info(f"the drafter runs by its own code: {reason}")
-        return drafter
+        return DraftPasses(drafter)
     few = fused.with_few_rows()
     if few is None:
         return fused
@@ -87,32 +146,25 @@ def _by_kernels(drafter: Drafter) -> Drafts:
     return few
 
 
-class _FusedDrafter:
+class _FusedDrafter(DraftPasses):
     """One layer behind fused states, over the weights of a loaded drafter."""
 
     def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
-        config, layer = drafter.config, first_layer(drafter)
-        attention, mlp = plain_attention(layer), layer.mlp
-        self._model, self._config, self.elementwise = drafter, config, elementwise
+        config, self._parts = drafter.config, EagleParts.of(drafter)
+        super().__init__(drafter)
+        self._config, self.elementwise = config, elementwise
         self.token_W = drafter.vocab().target_ids_W
         assert drafter.embed_tokens is not None
         embedding = drafter.embed_tokens
         self._embedding_VD = embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
-        self._qkv = product_of(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._kv = product_of(attention.k_proj, attention.v_proj)
-        self._fc = product_of(drafter.fc)
-        self._output, self._down = product_of(attention.o_proj), product_of(mlp.down_proj)
-        self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
-        self._layer = layer
         self.turns = RotaryTable(drafter.rope)
-        self._qk_norm = heads_norm(attention, config)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
 
     def _compiled(self) -> DraftLayer | None:
         """The layer as one call; None where a step of it is not compiled."""
-        compiled, config, layer = load_layers(), self._config, self._layer
-        products = packed_products(self._qkv, self._output, self._gate_up, self._down)
+        compiled, config, own = load_layers(), self._config, self._parts
+        layer, products = own.layer, packed_products(own.qkv, own.output, own.gate_up, own.down)
         if compiled is None or products is None:
             return None
         parts = Parts(
@@ -120,28 +172,21 @@ class _FusedDrafter:
             attention_norm=None,
             mlp_norm=layer.post_attention_layernorm,
             scale=config.head_dim**-0.5,
-            qk_norm=self._qk_norm,
+            qk_norm=self._parts.qk_norm,
         )
         around = Surroundings(
             embedding_VD=self._embedding_VD,
             token_norm=layer.input_layernorm,
             hidden_norm=layer.hidden_norm,
             normed_residual=config.norm_before_residual,
-            last_norm=self._model.norm,
+            last_norm=self.model.norm,
             turns=self.turns,
         )
-        sizes = LlamaSizes(
-            heads=config.num_attention_heads,
-            key_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.head_dim,
-            intermediate=products.down.in_features,
-        )
-        return DraftLayer(parts, around, self._fusion(), self._head(), sizes, compiled)
+        return DraftLayer(parts, around, self._fusion(), self._head(), own.sizes, compiled)
 
     def _fusion(self) -> StateFusion | None:
         """What the first depth reads; None where its product is not compiled."""
-        model = self._model
+        model = self.model
         if not isinstance(model.fc, PackedLinear | QuantisedLinear):
             return None
         norms = None if model.fc_norm is None else [norm for norm in model.fc_norm if isinstance(norm, RMSNorm)]
@@ -152,7 +197,7 @@ class _FusedDrafter:
 
     def _head(self) -> DraftHead | None:
         """What chooses drafts; None where its product is not compiled."""
-        model, config = self._model, self._config
+        model, config = self.model, self._config
         if not isinstance(model.lm_head, PackedLinear | QuantisedLinear):
             return None
         return DraftHead(
@@ -164,7 +209,7 @@ class _FusedDrafter:
 
     def fuse(self, aux_NX: Tensor) -> Tensor:
         """Norm each auxiliary state where the drafter does, and combine them."""
-        model = self._model
+        model = self.model
         if model.input_norm is not None:
             aux_NX = self._norm(model.input_norm, aux_NX)
         if model.fc_norm is not None:
@@ -173,77 +218,64 @@ class _FusedDrafter:
             for norm, state_ND, out_ND in zip(model.fc_norm, states, places, strict=True):
                 self._norm(norm, state_ND, out_ND)
             aux_NX = normed_NX
-        return self._fc(aux_NX, None)
+        return self._parts.fc(aux_NX, None)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
-        """Run one depth."""
+        """One depth."""
         made = None
         if self._in_one_call is not None and isinstance(attend, PagedAttention):
-            kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
-            made = self._in_one_call.run_depth(
-                hidden.contiguous(), token_ids, positions, attend.backend, kv, attend.window
-            )
-        state_ND, normed_ND = made or self._run(hidden, token_ids, positions, attend)
-        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
+            made = self._in_one_call.run_depth(hidden.contiguous(), token_ids, positions, *self._asked(attend))
+        return self._output_of(made or self._run(hidden, token_ids, positions, attend))
 
     def _run(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """The state behind the layer, and the same normed, step by step."""
-        config, layer, tokens = self._config, self._layer, len(hidden)
+        config, layer, tokens = self._config, self._parts.layer, len(hidden)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         both_NE, normed_ND = self._input(hidden, token_ids)
-        qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
+        qkv = self._parts.qkv(both_NE, None).view(tokens, -1, config.head_dim)
         turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
-        if self._qk_norm is not None:
-            self.elementwise.norm_heads(qkv[:, : heads + keys], self._qk_norm.weight, self._qk_norm.eps)
+        if self._parts.qk_norm is not None:
+            self.elementwise.norm_heads(qkv[:, : heads + keys], self._parts.qk_norm.weight, self._parts.qk_norm.eps)
         self.elementwise.rotate(qkv[:, : heads + keys], *self.turns.at(positions), turned)
         attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
-        x_ND = self._output(attended.reshape(tokens, -1), None)
+        x_ND = self._parts.output(attended.reshape(tokens, -1), None)
         x_ND += normed_ND if config.norm_before_residual else hidden
-        gate_up = self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
-        x_ND += self._down(self.elementwise.gate(gate_up), None)
-        return x_ND, self._norm(self._model.norm, x_ND)
+        gate_up = self._parts.gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
+        x_ND += self._parts.down(self.elementwise.gate(gate_up), None)
+        return x_ND, self._norm(self.model.norm, x_ND)
 
-    def read(self, aux: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
-        """As `DraftsChains`."""
+    def read(self, aux_NX: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
+        """`fuse` and `step` at once."""
         made = None
         if self._in_one_call is not None:
-            kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
-            asked = attend.backend, kv, attend.window
-            made = self._in_one_call.run_read(aux.contiguous(), token_ids, positions, *asked)
-        if made is None:
-            return self.step(self.fuse(aux), token_ids, positions, attend)
-        state_ND, normed_ND = made
-        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
-
-    def chain(
-        self, normed_D: Tensor, feedback_D: Tensor, attend: PagedAttention, depths: int, goes_on: GoesOn
-    ) -> tuple[list[int], list[float]] | None:
-        """As `DraftsChains`."""
-        if self._in_one_call is None:
-            return None
-        kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
-        (row,) = attend.metadata.rows
-        asked = attend.backend, kv, attend.window, depths, goes_on
-        return self._in_one_call.run_chain(feedback_D, normed_D, row.base, *asked)
+            made = self._in_one_call.run_read(aux_NX.contiguous(), token_ids, positions, *self._asked(attend))
+        return super().read(aux_NX, token_ids, positions, attend) if made is None else self._output_of(made)
 
     def chains(
         self, normed_RD: Tensor, feedback_RD: Tensor, attend: PagedAttention, depths: int
     ) -> ChainsOutput | None:
-        """As `DraftsChains`."""
+        """`depths` drafts of each row at once, if all steps are compiled."""
         if self._in_one_call is None:
             return None
-        kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
         bases = [row.base for row in attend.metadata.rows]
-        return self._in_one_call.run_chains(feedback_RD, normed_RD, bases, attend.backend, kv, attend.window, depths)
+        return self._in_one_call.run_chains(feedback_RD, normed_RD, bases, *self._asked(attend), depths)
+
+    def _asked(self, attend: PagedAttention) -> tuple[AttentionBackend, KeysAndValues, int | None]:
+        return attend.backend, attend.cache.memory(0, self._like_NGK, self._like_NGK), attend.window
+
+    def _output_of(self, made: tuple[Tensor, Tensor]) -> DepthOutput:
+        """A depth by its state and that state normed."""
+        state_ND, normed_ND = made
+        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
         """Keys and values alone."""
         config, tokens = self._config, len(hidden)
         keys = config.num_key_value_heads
-        kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
+        kv = self._parts.kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
         turned = kv.new_empty(tokens, keys, config.head_dim)
-        if self._qk_norm is not None:
-            self.elementwise.norm_heads(kv[:, :keys], self._qk_norm.weight[-keys:], self._qk_norm.eps)
+        if self._parts.qk_norm is not None:
+            self.elementwise.norm_heads(kv[:, :keys], self._parts.qk_norm.weight[-keys:], self._parts.qk_norm.eps)
         self.elementwise.rotate(kv[:, :keys], *self.turns.at(positions), turned)
         return turned, kv[:, keys:]
 
@@ -256,12 +288,8 @@ class _FusedDrafter:
             embedded_ND = table_VD.rows(token_N)
         else:
             embedded_ND = functional.embedding(token_N, table_VD)
-        self._norm(self._layer.input_layernorm, embedded_ND, both_NE[:, :size])
-        return both_NE, self._norm(self._layer.hidden_norm, hidden_ND, both_NE[:, size:])
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """As the model has them."""
-        return self._model.logits(normed)
+        self._norm(self._parts.layer.input_layernorm, embedded_ND, both_NE[:, :size])
+        return both_NE, self._norm(self._parts.layer.hidden_norm, hidden_ND, both_NE[:, size:])
 
     def _norm(self, norm: nn.Module, x_ND: Tensor, out_ND: Tensor | None = None) -> Tensor:
         assert isinstance(norm, RMSNorm)
@@ -269,9 +297,9 @@ class _FusedDrafter:
 
 
 @torch.inference_mode()
-def _is_right(fused: _FusedDrafter, drafter: Drafter) -> bool:
+def _is_right(fused: _FusedDrafter, own: DraftPasses) -> bool:
     """Try it: fuse some states, run a depth behind them and one behind that, far into the context, over blocks."""
-    config, count = drafter.config, 3
+    config, count = own.model.config, 3
     generator = torch.Generator().manual_seed(0)
     aux_NX = torch.randn(count, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
     token_N = torch.randint(config.vocab_size, (count,), generator=generator)
@@ -279,7 +307,7 @@ def _is_right(fused: _FusedDrafter, drafter: Drafter) -> bool:
     rows = [AttentionRow(blocks=(1, 0), base=base, count=count) for base in (0, count)]
     passes = [AttentionMetadata.of([row], block_size=4, device=torch.device("cpu")) for row in rows]
     results = []
-    for one in (fused, drafter):
+    for one in (fused, own):
         cache = KVCache(blocks=2, block_size=4)
         attends = [PagedAttention(cache, metadata) for metadata in passes]
         hidden_ND = one.fuse(aux_NX)
@@ -291,35 +319,35 @@ def _is_right(fused: _FusedDrafter, drafter: Drafter) -> bool:
             if not (torch.equal(again.normed, first.normed) and torch.equal(again.feedback, first.feedback)):
                 return False
         results.append((hidden_ND, first.normed, first.feedback, second.normed, second.feedback, keys, values))
-    if not _chains_alike(fused, hidden_ND[0], passes[0].block_size):
+    if not _chains_alike(fused, hidden_ND[:1], passes[0].block_size):
         return False
-    tolerance = QUANTISED_TOLERANCE if isinstance(drafter.fc, QuantisedLinear) else TOLERANCE
+    tolerance = QUANTISED_TOLERANCE if isinstance(own.model.fc, QuantisedLinear) else TOLERANCE
     return all(_near(ours, theirs, tolerance) for ours, theirs in zip(*results, strict=True))
 
 
-def _chains_alike(fused: _FusedDrafter, state_D: Tensor, block_size: int) -> bool:
+def _chains_alike(fused: _FusedDrafter, state_1D: Tensor, block_size: int) -> bool:
     """Whether a chain at once, if there is one, drafts what its depths draft one by one, to the last bit."""
-    cache, depths, chances = KVCache(blocks=2, block_size=block_size), 3, list[float]()
+    cache, depths = KVCache(blocks=2, block_size=block_size), 3
     layouts = [
         AttentionMetadata.of(
             [AttentionRow(blocks=(1, 0), base=base, count=1)], block_size=block_size, device=torch.device("cpu")
         )
         for base in range(2, 2 + depths - 1)
     ]
-    at_once = fused.chain(state_D, state_D, PagedAttention(cache, layouts[0]), depths, lambda _: True)
+    at_once = fused.chains(state_1D, state_1D, PagedAttention(cache, layouts[0]), depths)
     if at_once is None:
         return True
-    normed_ND = feedback_ND = state_D[None]
-    token_W, tokens = fused.token_W, list[int]()
+    normed_1D = feedback_1D = state_1D
+    tokens, chances = list[list[int]](), list[list[float]]()
     for layout in (None, *layouts):
         if layout is not None:
             attend = PagedAttention(cache, layout)
-            output = fused.step(feedback_ND, torch.tensor(tokens[-1:]), layout.position_N, attend)
-            normed_ND, feedback_ND = output.normed, output.feedback
-        place_N, chance_N = fused.elementwise.most_likely_and_chance(fused.logits(normed_ND).contiguous())
-        tokens += token_W[place_N].tolist()
-        chances += chance_N.tolist()
-    return at_once == (tokens, chances)
+            output = fused.step(feedback_1D, torch.tensor(tokens[-1]), layout.position_N, attend)
+            normed_1D, feedback_1D = output.normed, output.feedback
+        place_1, chance_1 = fused.elementwise.most_likely_and_chance(fused.logits(normed_1D).contiguous())
+        tokens.append(fused.token_W[place_1].tolist())
+        chances.append(chance_1.tolist())
+    return (at_once.token_KR.tolist(), at_once.chance_KR.tolist()) == (tokens, chances)
 
 
 def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:

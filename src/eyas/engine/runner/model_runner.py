@@ -64,6 +64,12 @@ class ModelRunner:
         self.kept_states.write(metadata.slot_mapping_N, select_states(states_NX, both, self.kept_states.layer_ids))
         return logits_MV, select_states(states_NX, both, layer_ids) if layer_ids else None
 
+    def move(self, from_M: Tensor, to_M: Tensor, rows: int) -> None:
+        """Put the accepted path of each tree side by side, as if it had been a chain."""
+        self.cache.move_by_row(from_M, to_M, rows)
+        if self.kept_states is not None:
+            self.kept_states.move(from_M, to_M)
+
     def run(
         self,
         ids_N: Tensor,

@@ -11,16 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.engine.logprobs import LogprobsTensors, TokenLogprobs
+from eyas.engine.logprobs import TokenLogprobs, tell_logprobs
 from eyas.engine.runner.device_queue import Mark
 from eyas.engine.runner.round_passes import RoundLine
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.scheduler import ScheduledRow
-from eyas.engine.speculation.draft import Candidates, Tree
+from eyas.engine.speculation.draft import Candidates
 from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.kernels.tree_nodes import TreeNodes
 
 Integers = NDArray[np.int64]
+
+
+def no_time() -> float:
+    """Of what did not run."""
+    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +67,8 @@ class Round:
     blocks: int
     """Of a row in the pass, at most."""
     needs: Needs
-    masked: bool
-    """Whether the host must say what may come before tokens are chosen."""
-    drafts: Sequence[int] | int = 0
-    """How many tokens may be drafted for each row."""
+    drafts: Sequence[int] = ()
+    """How many tokens may be drafted for each row that decodes."""
     depth: int = 0
     """Drafts of a row in the pass."""
     drafter_depth: int = 0
@@ -81,12 +84,10 @@ class Round:
     """Whether the drafter reads, of requests that it follows."""
     offers: Mapping[int, RoundOffer] = field(default_factory=dict)
     """Drafts that the host has looked up, by request."""
-    catch_up_began: Mark | None = None
-    catch_up_ended: Mark | None = None
-    """Around the pass in which the drafter reads what has waited while nothing was drafted."""
-    draft_began: Mark | None = None
-    draft_ended: Mark | None = None
-    """Around its passes that draft."""
+    catch_up_seconds: Callable[[], float] = no_time
+    """Of the pass in which the drafter reads what has waited while nothing was drafted, once the round has landed."""
+    draft_seconds: Callable[[], float] = no_time
+    """Of its passes that draft."""
     drafted: Mark | None = None
     drafts_RK: Tensor | None = None
     """Drafts on their way to the host, there with that mark, where the host makes a mask."""
@@ -96,52 +97,34 @@ class Round:
     """Log probabilities of prompt tokens, where some request asks for them."""
 
     @property
+    def masked(self) -> bool:
+        """Whether the host must say what may come before tokens are chosen."""
+        return self.needs.masked and any(row.samples for row in self.rows)
+
+    @property
     def line(self) -> RoundLine:
         """Where the numbers of a row stand in the output."""
-        tree = None
-        if self.trees is not None:
-            tree = Tree(depth=self.depth, width=self.trees.width, budget=self.trees.budget)
-        return RoundLine(depth=self.depth, alternatives=self.needs.logprobs, tree=tree)
-
-    def take(self, output: Tensor) -> None:
-        """Note what the sampler gave, where the host can read it."""
-        self.output = output
+        candidates = 0 if self.trees is None else self.trees.width
+        return RoundLine(depth=self.depth, alternatives=self.needs.logprobs, candidates=candidates)
 
     def collect(self) -> RoundResults:
         """Wait for it."""
         assert self.landed is not None, "to be accepted first"
         self.landed.wait()
         assert self.output is not None
-        at, output = self.line, self.output
-        if at.tree is not None:
-            return self._collect_trees(output, at.tree)
-        lines = output[:, : at.drafts].tolist()
-        sure_RK = output[:, at.sure : at.logprobs].contiguous().view(torch.float64)
-        return RoundResults(
+        at, trees = self.line, self.trees
+        lines = self.output[:, : at.drafts if trees is None else at.sure].tolist()
+        sure_RC = self.output[:, at.sure : at.logprobs].contiguous().view(torch.float64)
+        results = RoundResults(
             tokens=[line[2 : 2 + line[0]] for line in lines],
             accepted=[line[1] for line in lines],
-            confidences=sure_RK.tolist() if at.depth else [],
+            confidences=sure_RC.tolist() if at.depth and trees is None else [],
         )
-
-    def _collect_trees(self, output: Tensor, tree: Tree) -> RoundResults:
-        at = self.line
-        lines = output[:, : at.sure].tolist()
-        sure_RDW = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).view(-1, tree.depth, tree.width)
-        trees = []
-        for line, sure in zip(lines, sure_RDW.tolist(), strict=True):
-            candidates = list[Candidates]()
-            for first, chances in zip(range(at.drafts + 2, at.sure, tree.width), sure, strict=True):
-                if line[first] < 0:
-                    break
-                candidates.append(Candidates(tuple(line[first : first + tree.width]), tuple(chances)))
-            trees.append(TreeResults(deepest=line[at.drafts + 1], candidates=candidates))
-        return RoundResults(
-            tokens=[line[2 : 2 + line[0]] for line in lines],
-            accepted=[line[1] for line in lines],
-            confidences=[],
-            verified=[line[at.drafts] for line in lines],
-            trees=trees,
-        )
+        if trees is not None:
+            results.verified = [line[at.drafts] for line in lines]
+            sure_RDW = sure_RC.view(-1, trees.depth, trees.width).tolist()
+            results.trees = [_tree_of(line, sure, at) for line, sure in zip(lines, sure_RDW, strict=True)]
+        return results
 
     def logprobs(self, number: int, count: int) -> tuple[TokenLogprobs, ...] | None:
         """Of the first tokens of a row, if its request asks for them."""
@@ -151,7 +134,7 @@ class Round:
         assert self.output is not None
         line = self.output[number]
         told_QC = line[at.logprobs :].view(1 + at.depth, -1)
-        return tuple(_told(line[at.tokens : at.drafts], told_QC, count, asked))
+        return tuple(tell_logprobs(line[at.tokens : at.drafts][:count], told_QC[:count], asked))
 
     def prompt_logprobs(self) -> Mapping[int, Sequence[TokenLogprobs]]:
         """Of the prompt tokens behind those that were read, by the keys of the requests that ask for them."""
@@ -163,19 +146,9 @@ class Round:
             count, seq = row.prompt_logits, row.seq
             if count:
                 told_MC = self.prompt_output[first : first + count]
-                found[seq.key] = _told(told_MC[:, 0], told_MC[:, 1:], count, seq.request.prompt_logprobs or 0)
+                found[seq.key] = tell_logprobs(told_MC[:, 0], told_MC[:, 1:], seq.request.prompt_logprobs or 0)
                 first += count
         return found
-
-    @property
-    def catch_up_seconds(self) -> float:
-        """Of the drafter's reading of what had waited, once the round has landed."""
-        return _between(self.catch_up_began, self.catch_up_ended)
-
-    @property
-    def draft_seconds(self) -> float:
-        """Of the drafter's passes that draft."""
-        return _between(self.draft_began, self.draft_ended)
 
     def drafter_read(self, row: ScheduledRow, before: int) -> int:
         """How far the drafter has read with a row before which the target had read so much."""
@@ -184,13 +157,11 @@ class Round:
         return before if self.drafter_depth else before - 1
 
 
-def _between(began: Mark | None, ended: Mark | None) -> float:
-    return 0.0 if began is None or ended is None else ended.seconds_since(began)
-
-
-def _told(token_Q: Tensor, told_QC: Tensor, count: int, asked: int) -> list[TokenLogprobs]:
-    """Log probabilities as `round_passes.logprob_columns` packs them."""
-    split = 2 + (told_QC.shape[1] - 2) // 2
-    logprob_Q, top_logprob_QK = (x.contiguous().view(torch.float64) for x in (told_QC[:, 0], told_QC[:, split:]))
-    columns = token_Q, logprob_Q, told_QC[:, 1], told_QC[:, 2:split], top_logprob_QK
-    return LogprobsTensors(*(column[:count] for column in columns)).tell([asked] * count)
+def _tree_of(line: Sequence[int], sure_DW: Sequence[Sequence[float]], at: RoundLine) -> TreeResults:
+    """What the line of a row says of its tree."""
+    candidates = list[Candidates]()
+    for first, chances in zip(range(at.drafts + 2, at.sure, at.candidates), sure_DW, strict=True):
+        if line[first] < 0:
+            break
+        candidates.append(Candidates(tuple(line[first : first + at.candidates]), tuple(chances)))
+    return TreeResults(deepest=line[at.drafts + 1], candidates=candidates)

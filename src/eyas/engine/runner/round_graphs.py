@@ -13,31 +13,36 @@ Shapes: R rows, Q tokens of a row, V vocabulary.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import pairwise, product
 
 import torch
 from torch import Tensor
 
-from eyas.engine.runner import exact_passes, round_passes, tree_passes
-from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS
 from eyas.engine.runner.device_queue import DeviceQueue
-from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.exact_passes import DraftMask
-from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
-from eyas.engine.runner.input_buffers import InputBuffers
-from eyas.engine.runner.round_passes import PromptTokens, RoundTarget
-from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.exact_passes import DraftMask, ExactPasses
+from eyas.engine.runner.graph_capture import Function, GraphCapture, InputBuffers
+from eyas.engine.runner.round_passes import PromptTokens, RoundPasses
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
-from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.speculation.captured_shapes import CapturedShapes
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.step_report import Arm, Rehearsal
 from eyas.kernels.tree_nodes import TreeNodes
-from eyas.plan.footprint import Room
+from eyas.plan.footprint import LONGEST_CHUNK, Room
 from eyas.plan.shapes import CAPTURED_TREES, Shape, offered
 
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
+"""Requests of a step."""
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Tokens of a request, the newest and its drafts: where the controller chooses, drafts are one of these deep, less
+one."""
+CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096, LONGEST_CHUNK)
+"""Tokens of prompts that are read together."""
+CHUNK_ROWS = (1, 8, 64, 256, 1024)
+"""Prompts that are read together."""
+USUAL_BLOCKS = 512
+"""Of a request: 8,192 tokens in blocks of 16. A table costs what is read by it, so most engines have one width."""
 REHEARSALS = 3
 """Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
@@ -53,54 +58,43 @@ class RoundGraphs:
         self,
         capture: GraphCapture,
         queue: DeviceQueue,
+        passes: RoundPasses,
         *,
-        state: RoundState,
-        target: RoundTarget,
-        drafter: DrafterRunner | None,
-        sampling: SlotSampling,
         room: Room,
         blocks: int,
         tree: Tree | None,
-        chance: float | None,
     ) -> None:
         """`blocks` is how many rows usually have at most; captured ahead are passes of that many."""
         max_num_seqs, most_tokens, longest_chunk = room.recorded_rows, room.recorded_tokens, room.max_num_batched_tokens
         max_depth, max_offers = room.max_depth, room.max_offers
         self.capture, self._queue = capture, queue
-        self.exact = is_exact(capture)
-        """Whether passes are as large as what is live in them: every number of rows and every depth is a shape."""
-        self._passes = exact_passes if self.exact else round_passes
-        self._state, self._target, self._drafter, self._sampling = state, target, drafter, sampling
-        self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=capture.device)
+        self._passes, self._state, self._drafter = passes, passes.state, passes.drafter
+        self.exact = isinstance(passes, ExactPasses)
+        """Whether every number of rows and every depth is a shape."""
         few = range(1, max_num_seqs) if self.exact else ROWS
         self._rows = (*(rows for rows in few if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens, self._usual_blocks = max_depth + 1, most_tokens, blocks
         self._tokens = range(1, self._deepest + 1) if self.exact else TOKENS
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
+        trees = list[Shape]()
+        if passes.drafter is not None and tree is None:
+            words = len(passes.drafter.token_W)
+            trees = [shape for shape in CAPTURED_TREES if shape.depth <= max_depth and shape.width <= words]
         self.shapes = CapturedShapes(
             rows=self._rows,
             depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in self._tokens} - {0}))
-            if drafter or max_offers
+            if passes.drafter or max_offers
             else (),
             most_tokens=most_tokens,
-            trees=tuple(self._considered()) if tree is None else (),
+            trees=tuple(trees),
             offered=(max_offers,) if max_offers > max_depth else (),
         )
-        self._forced_tree, self._offers = None if drafter is None else tree, max_offers > 0
+        self._forced_tree, self._offers = None if passes.drafter is None else tree, max_offers > 0
+        self._inputs: dict[tuple[object, ...], InputBuffers] = {}
+        """Of captured passes that read prompts."""
         self.nodes: dict[tuple[int, ...], TreeNodes] = {}
         """Memory of trees, by rows, depth, width and budget."""
-
-    def _considered(self) -> list[Shape]:
-        """Trees that may be chosen."""
-        if self._drafter is None:
-            return []
-        return [x for x in CAPTURED_TREES if x.depth < self._deepest and x.width <= len(self._drafter.token_W)]
-
-    @property
-    def _manners(self) -> tuple[bool, ...]:
-        """Whether a drafter follows: of what it can, both, since a drafter that has collapsed follows nobody."""
-        return (False,) if self._drafter is None else (True, False)
 
     @property
     def bytes(self) -> int:
@@ -133,9 +127,10 @@ class RoundGraphs:
         for tokens in self._chunks:
             for fewer, rows in pairwise((0, *self._chunk_rows)):
                 if fewer < tokens:  # or the smaller bucket has a row for every token
-                    for followed in self._manners:
+                    # With the drafter and without: one that has collapsed follows nobody.
+                    for followed in {False, self._drafter is not None}:
                         self.reading(tokens, rows, blocks, followed=followed)
-                    self.sampling(rows, 0, NOTHING, masked=False)
+                    self.sampling(rows, 0, NOTHING)
         for rows in self._rows:
             if self._drafter is not None:
                 self.catching_up(rows, blocks)
@@ -146,7 +141,7 @@ class RoundGraphs:
                 self.verifying(rows, blocks, depth)
                 if depth == 0:
                     self.verifying(rows, blocks, depth, followed=False)
-                self.sampling(rows, depth, needs, masked=False)
+                self.sampling(rows, depth, needs)
                 for own_depth in self._own_depths(rows, depth) if self._offers and depth else ():
                     self.placing(rows, depth, own_depth)
                 for reads in {1 + depth, self.most_reads(rows)} if depth and own else ():
@@ -174,100 +169,69 @@ class RoundGraphs:
             ended.wait()
             return ended.seconds_since(began) / REHEARSALS
 
+        def timed(verify: Callable[[], object], sample: Callable[[None], object]) -> float:
+            queue.run(self._state.blank_rows)
+            return seconds(verify, partial(sample, None))
+
         for rows in sorted({*self._rows[::2], self._rows[-1]}):
             for depth in (0, *self._depths_for(rows)):
-                sample = self.sampling(rows, depth, NOTHING, masked=False)
-                target = self.verifying(rows, blocks, depth)
                 drafter = None
                 if depth and depth < self._deepest and self._drafter is not None:
                     drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING)
-                queue.run(self._state.blank_rows)
-                passes = seconds(target, partial(sample, None))
+                passes = timed(self.verifying(rows, blocks, depth), self.sampling(rows, depth, NOTHING))
                 if drafter is not None or depth == 0:
                     steps[rows, depth] = passes + (0.0 if drafter is None else seconds(drafter))
                 if self._offers and depth:
                     steps[rows, offered(depth)] = passes
         for rows, shape in product(self._rows, self.shapes.trees):
             if shape in self.shapes.trees_for(rows):
-                trees = self.trees(rows, Tree(depth=shape.depth, width=shape.width, budget=shape.budget))
+                trees = self.trees(rows, Tree.of(shape))
                 assert trees is not None, "the shapes fit"
-                sample, target = self.sampling_trees(trees, NOTHING), self.verifying_trees(trees, blocks)
                 drafter = self.drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
-                queue.run(self._state.blank_rows)
-                passes = seconds(target, partial(sample, None))
+                passes = timed(self.verifying_trees(trees, blocks), self.sampling_trees(trees, NOTHING))
                 steps[rows, shape] = passes + seconds(drafter)
         return Rehearsal(steps=steps)
 
     def _trees_for(self, rows: int) -> list[TreeNodes]:
         """Those that so many rows may grow: the forced one, or any that may be chosen."""
-        shapes = [Tree(depth=x.depth, width=x.width, budget=x.budget) for x in self.shapes.trees_for(rows)]
+        shapes = [Tree.of(shape) for shape in self.shapes.trees_for(rows)]
         forced = [] if self._forced_tree is None else [self._forced_tree]
         return [trees for tree in forced or shapes if (trees := self.trees(rows, tree)) is not None]
 
     def catching_up(self, rows: int, blocks: int) -> Callable[[], object]:
         """Lets the drafter read what waits."""
-        assert self._drafter is not None
-        function = partial(self._passes.catch_up, state=self._state, drafter=self._drafter, rows=rows, blocks=blocks)
-        return self._captured(CATCH_UP, (rows, blocks), function)
+        return self._captured(CATCH_UP, self._passes.catch_up, rows=rows, blocks=blocks)
 
     def drafting(
         self, rows: int, blocks: int, reads: int, depth: int, needs: Needs, *, mask: DraftMask | None = None
     ) -> Callable[[], object]:
         """Chains. A mask says which drafts may be accepted; exact passes alone heed one."""
-        assert self._drafter is not None
-        cuts = _cuts(needs)
-        function = partial(
-            self._passes.draft,
-            state=self._state,
-            drafter=self._drafter,
-            sampling=self._sampling,
-            needs=cuts,
-            rows=rows,
-            reads=reads,
-            depth=depth,
-            blocks=blocks,
-        )
+        passes, cuts = self._passes, _cuts(needs)
         if mask is not None:
-            return partial(function, {}, mask=mask)
-        return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
+            assert isinstance(passes, ExactPasses)
+            return partial(passes.draft, rows=rows, reads=reads, depth=depth, blocks=blocks, needs=cuts, mask=mask)
+        return self._captured(DRAFT, passes.draft, rows=rows, reads=reads, depth=depth, blocks=blocks, needs=cuts)
 
     def placing(self, rows: int, depth: int, own_depth: int) -> Callable[[], object]:
         """Drafts that the host has looked up; elsewhere those of a drafter, which are so deep."""
-        function = partial(self._passes.place, state=self._state, rows=rows, depth=depth, own_depth=own_depth)
-        return self._captured(PLACE, (rows, depth, own_depth), function)
+        return self._captured(PLACE, self._passes.place, rows=rows, depth=depth, own_depth=own_depth)
 
     def verifying(self, rows: int, blocks: int, depth: int, *, followed: bool = True) -> Callable[[], object]:
         """The target over chains. Rows that draft are followed; others may not be."""
         followed = followed and self._drafter is not None
-        function = partial(
-            self._passes.verify,
-            state=self._state,
-            target=self._target,
-            rows=rows,
-            depth=depth,
-            blocks=blocks,
-            followed=followed,
-        )
-        return self._captured(VERIFY, (rows, depth, blocks, followed), function)
+        return self._captured(VERIFY, self._passes.verify, rows=rows, depth=depth, blocks=blocks, followed=followed)
 
-    def sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
+    def sampling(self, rows: int, depth: int, needs: Needs) -> Callable[[Tensor | None], Tensor]:
         """Logits to tokens. Not captured where few batches are alike."""
-        function = partial(
-            self._passes.sample,
-            state=self._state,
-            target=self._target,
-            sampling=self._sampling,
-            chance=self._chance,
-            needs=needs,
-            rows=rows,
-            depth=depth,
-        )
-        if masked or needs.shaped:
-            device = self.capture.device
-            return lambda mask_NV: function(
-                {}, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
+        if needs.masked or needs.shaped:
+            sample, device = self._passes.sample, self.capture.device
+            return lambda mask_NV: sample(
+                rows=rows,
+                depth=depth,
+                needs=needs,
+                mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True),
             )
-        captured = self._captured(SAMPLE, (rows, depth, needs), function)
+        captured = self._captured(SAMPLE, self._passes.sample, rows=rows, depth=depth, needs=needs)
         return lambda _: captured()
 
     def trees(self, rows: int, tree: Tree) -> TreeNodes | None:
@@ -292,39 +256,19 @@ class RoundGraphs:
 
     def drafting_trees(self, trees: TreeNodes, blocks: int, reads: int, needs: Needs) -> Callable[[], object]:
         """Trees."""
-        assert self._drafter is not None
-        cuts = _cuts(needs)
-        function = partial(
-            tree_passes.draft_trees,
-            state=self._state,
-            trees=trees,
-            drafter=self._drafter,
-            sampling=self._sampling,
-            needs=cuts,
-            reads=reads,
-            blocks=blocks,
+        return self._captured(
+            DRAFT_TREES, self._passes.draft_trees, trees=trees, reads=reads, blocks=blocks, needs=_cuts(needs)
         )
-        return self._captured(DRAFT_TREES, (*_shape(trees), reads, blocks, cuts), function)
 
     def verifying_trees(self, trees: TreeNodes, blocks: int) -> Callable[[], object]:
         """The target over trees."""
-        function = partial(tree_passes.verify_trees, state=self._state, trees=trees, target=self._target, blocks=blocks)
-        return self._captured(VERIFY_TREES, (*_shape(trees), blocks), function)
+        return self._captured(VERIFY_TREES, self._passes.verify_trees, trees=trees, blocks=blocks)
 
     def sampling_trees(self, trees: TreeNodes, needs: Needs) -> Callable[[Tensor | None], Tensor]:
         """Logits of trees to tokens."""
-        function = partial(
-            tree_passes.sample_trees,
-            state=self._state,
-            trees=trees,
-            target=self._target,
-            sampling=self._sampling,
-            chance=self._chance,
-            needs=needs,
-        )
         if needs.shaped:
-            return lambda _: function({})
-        captured = self._captured(SAMPLE_TREES, (*_shape(trees), needs), function)
+            return lambda _: self._passes.sample_trees(trees=trees, needs=needs)
+        captured = self._captured(SAMPLE_TREES, self._passes.sample_trees, trees=trees, needs=needs)
         return lambda _: captured()
 
     def reading(
@@ -333,42 +277,32 @@ class RoundGraphs:
         """What reads so many tokens of prompts, and where to put them. Not captured where log probabilities of prompts
         are asked for.
         """
-        drafter = self._drafter if followed else None
-        function = partial(
-            self._passes.read,
-            state=self._state,
-            target=self._target,
-            drafter=drafter,
-            rows=rows,
-            blocks=blocks,
-            asked=asked,
-        )
-        captured = asked is None and not self.exact and tokens <= self._chunks[-1]
+        followed = followed and self._drafter is not None
+        captured = asked is None and self.capture.enabled and tokens <= self._chunks[-1]
         count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
-        shapes = {"ids": (count,), "behind": (count,), "kept": (count,), "start": (rows + 1,), "base": (rows,)}
-        if captured and self.capture.enabled:
-            graph = self._graph(READ, (count, rows, blocks, drafter is not None), function, shapes)
-            if graph is not None:
-                return graph.inputs, graph.run
-        inputs = InputBuffers(shapes, self.capture.device)
-        return inputs, lambda: function(inputs.device)
+        bucket = count, rows, blocks, followed
+        inputs = self._inputs.get(bucket) if captured else None
+        if inputs is None:
+            inputs = InputBuffers(
+                {"ids": count, "behind": count, "kept": count, "start": rows + 1, "base": rows},
+                self.capture.device,
+            )
+        read = partial(self._passes.read, inputs.device, rows=rows, blocks=blocks, followed=followed, asked=asked)
+        if captured:
+            self._inputs[bucket] = inputs
+            return inputs, self._graph(READ, bucket, read) or read
+        return inputs, read
 
-    def _captured(self, kind: str, bucket: tuple[object, ...], function: Function) -> Callable[[], Tensor]:
+    def _captured(self, kind: str, run: Callable[..., Tensor], **shape: Hashable) -> Function:
         """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
-        graph = self._graph(kind, bucket, function, {}) if self.capture.enabled else None
-        return graph.run if graph is not None else partial(function, {})
+        function = partial(run, **shape)
+        if not self.capture.enabled:
+            return function
+        bucket = tuple(_shape(value) if isinstance(value, TreeNodes) else value for value in shape.values())
+        return self._graph(kind, bucket, function) or function
 
-    def _graph(
-        self, kind: str, bucket: tuple[object, ...], function: Function, shapes: Mapping[str, tuple[int, ...]]
-    ) -> CapturedGraph | None:
-        if not self.capture.has(kind, bucket):
-            self._queue.run(self._state.blank_rows)
-        return self.capture.get(kind, bucket, lambda: shapes, function)
-
-
-def is_exact(capture: GraphCapture) -> bool:
-    """Whether passes need no padding: nothing is captured, and numbers of the device are the host's."""
-    return capture.device.type == "cpu" and not capture.enabled
+    def _graph(self, kind: str, bucket: tuple[object, ...], function: Function) -> Function | None:
+        return self.capture.get(kind, bucket, function, lambda: self._queue.run(self._state.blank_rows))
 
 
 def _cuts(needs: Needs) -> Needs:

@@ -7,6 +7,14 @@
     read       the target over chunks of prompts, flat, and the drafter with it; `sample` ends those that are complete
     catch_up   the drafter reads what waits but for the last state, while nothing is drafted
 
+Where the drafter grows a tree for every row:
+
+    draft_trees    the drafter reads the states that wait for it, then grows trees, depth by depth, and keeps the
+                   likeliest nodes (`kernels/tree_draft.py`)
+    verify_trees   the target over the newest token and the kept nodes, each of which sees the way to itself
+    sample_trees   the target's own token behind each, the path along these, and what that makes of the request
+                   (`kernels/tree_outcome.py`); keys, values and states of the path go to where a chain leaves them
+
 Nothing here looks at a number on the host. What the host knows when it launches a pass is which slots take part and how
 deep each may be drafted for at most; where they stand it may not know yet, since the round before is still running.
 
@@ -15,63 +23,34 @@ Where tokens come from and go to is for `kernels/round_layout.py` to say, what a
 live ones cost little; what comes out at their places means nothing.
 
 Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N tokens of a pass, C states of a row that are read, P blocks of a
-row, V vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring.
+row, V vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring. Of trees: W candidates of a node, M
+nodes that have them, T tokens of a row that may be new.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.logprobs import compute_logprobs
+from eyas.engine.logprobs import logprob_columns
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.drafts import step_for
 from eyas.engine.runner.graph_capture import Numbers
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
-from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
 from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
 from eyas.kernels.round_offers import place_offers
 from eyas.kernels.round_outcome import settle
+from eyas.kernels.tree_draft import choose_candidates, grow, keep, lay_out_trees
+from eyas.kernels.tree_nodes import TreeNodes
+from eyas.kernels.tree_outcome import settle_trees
 
 LOGITS_AT_ONCE = 64
 """Rows of prompt logits that are reduced together, which bounds the memory of the reduction."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoundTarget:
-    """A target over its blocks."""
-
-    model: ModelRunner
-    logits_SV: Tensor
-    """Where its passes leave logits, for `sample`."""
-
-    @property
-    def cache(self) -> KVCache:
-        """Its keys and values."""
-        return self.model.cache
-
-    def leave_logits(
-        self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None, *, states: bool = True
-    ) -> Tensor | None:
-        """Run the tokens of a layout; gives their states, if somebody reads them."""
-        out_MV = self.logits_SV[: (ids_N if keep_M is None else keep_M).shape[0]]
-        logits_MV, aux_NX = self.model.run_pass(ids_N, layout, keep_M, out_MV, states=states)
-        if logits_MV.data_ptr() != out_MV.data_ptr():
-            out_MV.copy_(logits_MV)
-        return aux_NX
-
-    def move(self, from_M: Tensor, to_M: Tensor, rows: int) -> None:
-        """Put the accepted path of each tree side by side, as if it had been a chain."""
-        self.cache.move_by_row(from_M, to_M, rows)
-        if self.model.kept_states is not None:
-            self.model.kept_states.move(from_M, to_M)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,102 +74,227 @@ class PromptTokens:
         assert self.told_MC is not None, "the pass has run"
         return self.told_MC
 
-    def leave_logits(
-        self, target: RoundTarget, ids_N: Tensor, layout: AttentionMetadata, last_R: Tensor, *, states: bool
-    ) -> Tensor | None:
-        """As `RoundTarget.leave_logits` behind the last tokens of rows, and behind these."""
-        rows, keep_M = len(last_R), torch.cat([last_R, self.place_M])
-        logits_MV, aux_NX = target.model.run_pass(ids_N, layout, keep_M, None, states=states)
-        target.logits_SV[:rows].copy_(logits_MV[:rows])
-        told, of_prompts_MV = list[Tensor](), logits_MV[rows:]
+    def tell(self, logits_MV: Tensor) -> None:
+        """Take the logits behind the tokens before them."""
+        told = list[Tensor]()
         for at in range(0, len(self.token_M), LOGITS_AT_ONCE):
             token_N = self.token_M[at : at + LOGITS_AT_ONCE]
-            columns_NC = logprob_columns(of_prompts_MV[at : at + LOGITS_AT_ONCE], token_N, self.alternatives)
+            columns_NC = logprob_columns(logits_MV[at : at + LOGITS_AT_ONCE], token_N, self.alternatives)
             told.append(torch.cat([token_N[:, None], columns_NC], dim=1))
         self.told_MC = torch.cat(told)
+
+
+@dataclass(kw_only=True, eq=False)
+class RoundPasses:
+    """Passes of fixed shapes."""
+
+    state: RoundState
+    model: ModelRunner
+    drafter: DrafterRunner | None
+    sampling: SlotSampling
+    logits_SV: Tensor
+    """Where passes of the target leave logits, for `sample`."""
+    chance: Tensor | None = None
+    """A coin that accepts drafts: to measure at an acceptance of one's choice."""
+
+    def catch_up(self, *, rows: int, blocks: int) -> Tensor:
+        """Let the drafter read all that waits for rows but the last state."""
+        state, drafter = self.state, self.own_drafter
+        shape = block_shape(drafter.cache, blocks)
+        layout = lay_out_draft(state, shape, rows=rows, reads=state.most_waiting, depth=0, kept=1)
+        drafter.read(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens)
+        return layout.last_R
+
+    def draft(self, *, rows: int, reads: int, depth: int, blocks: int, needs: Needs) -> Tensor:
+        """Read up to `reads` states of each row and draft up to `depth` tokens, which are left in `state`: [R, K]."""
+        state, drafter = self.state, self.own_drafter
+        layout = lay_out_draft(state, block_shape(drafter.cache, blocks), rows=rows, reads=reads, depth=depth)
+        output = drafter.step(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens, layout.last_R)
+        for at in range(depth):
+            logits_RW = drafter.run.logits(output.normed)
+            index_R = None
+            if needs.sampled:
+                slot_R = state.row_slot[:rows]
+                # The newest token stands at position length: the target has not read it, so it has no slot yet.
+                position_R = state.length_S[slot_R] + 1 + at
+                index_R = self.sampling.draw(logits_RW, slot_R, position_R, drafter.token_W, needs)
+            token_R = choose_drafts(logits_RW, drafter.token_W, state.drafts_RK, state.sure_RK, at, index_R)
+            if at + 1 < depth:
+                output = drafter.step(output.feedback, token_R, layout.deeper[at])
+        return state.drafts_RK[:rows, :depth]
+
+    def place(self, *, rows: int, depth: int, own_depth: int) -> Tensor:
+        """Drafts of the host's offers where they stand; elsewhere the drafter's, which are so deep."""
+        return place_offers(self.state, rows=rows, depth=depth, own_depth=own_depth)
+
+    def verify(self, *, rows: int, depth: int, blocks: int, followed: bool = True) -> Tensor:
+        """The target over the newest token and the drafts; logits are left row by row, states in the ring.
+
+        Where no row is followed, there are no states to leave.
+        """
+        layout = lay_out_verify(self.state, block_shape(self.model.cache, blocks), rows=rows, depth=depth)
+        self.keep_states(layout.place_N, self.run_target(layout.ids_N, layout.tokens, states=followed))
+        return layout.ids_N
+
+    def sample(self, *, rows: int, depth: int, needs: Needs, mask_NV: Tensor | None = None) -> Tensor:
+        """What came of the round of each row, in one line of numbers (`RoundLine` says which).
+
+        An answer that comes to its limit gets fewer tokens than were accepted. With a chance, drafts are accepted by a
+        coin: to measure at an acceptance of one's choice.
+        """
+        state, logits_NV, token_RQ = self.state, self.logits_SV[: rows * (1 + depth)], None
+        slot_R = state.row_slot[:rows]
+        if not needs.greedy or mask_NV is not None:
+            position_R, drafts_RK = state.length_S[slot_R] + 1, state.drafts_RK[:rows, :depth]
+            token_RQ = self.sampling.choose(logits_NV, slot_R, position_R, drafts_RK, needs, mask_NV)
+        own_NV = logits_NV if token_RQ is None else None
+        line_RC = settle(state, rows=rows, depth=depth, logits_NV=own_NV, token_RQ=token_RQ, chance=self.chance)
+        token_RQ = line_RC[:, 2 : 3 + depth]
+        self.sampling.note(slot_R, token_RQ, line_RC[:, 0], needs)
+        return with_logprobs(line_RC, logits_NV, None, token_RQ, needs)
+
+    def read(
+        self, numbers: Numbers, *, rows: int, blocks: int, followed: bool, asked: PromptTokens | None = None
+    ) -> Tensor:
+        """The target over chunks of prompts; logits behind the last token of each row are left for `sample`.
+
+        The drafter reads along, if it follows any of the rows.
+
+        Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `kept` [N],
+        which of them the target has written before and are read for the drafter alone, `start` [R + 1], where rows
+        begin, `base` [R], their first positions. A row that samples is left where a decoding one stands before its
+        newest token is read.
+        """
+        state, cache = self.state, self.model.cache
+        who = Rows(state, rows, block_shape(cache, blocks))
+        ids_N, start_R, base_R = numbers["ids"], numbers["start"].int(), numbers["base"]
+        samples_R, count_R = state.row_samples[:rows], start_R.diff().long()
+
+        def lay_out(live_R: Tensor, cache: KVCache) -> AttentionMetadata:
+            size, null_slot = cache.block_size, cache.null_slot
+            return AttentionMetadata.ragged(
+                who.table_RP,
+                base_R.int(),
+                start_R,
+                count=len(ids_N),
+                block_size=size,
+                null_slot=null_slot,
+                live_R=live_R.int(),
+            )
+
+        last_R = (start_R[1:].long() - 1).clamp(min=0)
+        layout = lay_out(count_R, cache)
+        aux_NX = self.read_prompts(numbers, layout, last_R, states=followed, asked=asked)
+        # Nobody's slot takes what rows of none say; its numbers mean nothing.
+        end_R = base_R + count_R
+        follows_R = state.follows_S[who.slot_R]
+        if followed and aux_NX is not None:
+            drafter = self.own_drafter
+            # What comes of a prompt's last token, whose next is not known yet, lies in the row's own slot until that is
+            # read again; so does what comes of rows that nobody drafts for. Only attention would be misled by it.
+            alike = drafter.remembers and block_shape(drafter.cache, blocks) == block_shape(cache, blocks)
+            if not alike:
+                layout = lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache)
+            drafter.read(drafter.run.fuse(aux_NX.to(drafter.dtype)), numbers["behind"], layout)
+            place_R1 = who.in_ring((end_R - 1).clamp(min=0)[:, None])
+            self.keep_states(place_R1[:, 0], aux_NX[last_R])
+        state.length_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0))
+        state.drafted_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0) * follows_R)
+        return last_R
+
+    # --- trees ---------------------------------------------------------------------------------------------------
+
+    def draft_trees(self, *, trees: TreeNodes, reads: int, blocks: int, needs: Needs) -> Tensor:
+        """Read up to `reads` states of each row and grow trees, within as many slots as rows may draft."""
+        state, drafter, rows = self.state, self.own_drafter, len(trees.kept_count_R)
+        shape = block_shape(drafter.cache, blocks)
+        layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=1)
+        output = drafter.step(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens, layout.last_R)
+        slot_M, grown = state.row_slot[:rows], None
+        for at in range(1, trees.depth + 1):
+            logits_MW = drafter.run.logits(output.normed)
+            index_MW = None
+            if needs.sampled:
+                # The newest token stands at position length.
+                position_M = state.length_S[slot_M] + at
+                index_MW = self.sampling.draw_many(logits_MW, slot_M, position_M, drafter.token_W, needs, trees.width)
+            token_MW, sure_MW = choose_candidates(logits_MW, drafter.token_W, trees.width, index_MW)
+            grown = grow(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW, before=grown)
+            if grown is not None:
+                feedback_ND = output.feedback.index_select(0, grown.parent_N)
+                output = drafter.step(feedback_ND, grown.ids_N, grown.tokens)
+                slot_M = state.row_slot[:rows, None].expand(-1, trees.width).flatten()
+        keep(state, trees)
+        return trees.kept_token_RQ
+
+    def verify_trees(self, *, trees: TreeNodes, blocks: int) -> Tensor:
+        """The target over the newest token and the kept nodes; logits and states are left place by place."""
+        layout = lay_out_trees(self.state, trees, block_shape(self.model.cache, blocks))
+        aux_NX = self.run_target(trees.kept_token_RQ.flatten(), layout)
+        if trees.states_NX is not None and aux_NX is not None:
+            trees.states_NX.copy_(aux_NX)
+        return trees.kept_token_RQ
+
+    def sample_trees(self, *, trees: TreeNodes, needs: Needs) -> Tensor:
+        """What came of the round of each row, in one line of numbers (`RoundLine` says which)."""
+        state, (rows, places), token_RQ = self.state, trees.kept_token_RQ.shape, None
+        slot_R, shape = state.row_slot[:rows], block_shape(self.model.cache, state.blocks)
+        logits_NV = self.logits_SV[: rows * places]
+        if not needs.greedy:
+            position_R, nodes_RB = state.length_S[slot_R] + 1, trees.kept_token_RQ[:, 1:]
+            token_RQ = self.sampling.choose(logits_NV, slot_R, position_R, nodes_RB, needs, trees=trees)
+        own_NV = logits_NV if token_RQ is None else None
+        outcome = settle_trees(state, trees, shape, logits_NV=own_NV, token_RQ=token_RQ, chance=self.chance)
+        line_RC, path_RT = outcome.line_RC, outcome.path_RT
+        token_RT = line_RC[:, 2 : 3 + trees.depth]
+        self.sampling.note(slot_R, token_RT, line_RC[:, 0], needs)
+        self.model.move(outcome.from_M, outcome.to_M, rows)
+        place_N = (torch.arange(rows, device=path_RT.device)[:, None] * places + path_RT).flatten()
+        if trees.states_NX is not None:
+            self.keep_states(outcome.ring_RT.flatten(), trees.states_NX[place_N])
+        return with_logprobs(line_RC, logits_NV, place_N, token_RT, needs)
+
+    # --- parts of passes -----------------------------------------------------------------------------------------
+
+    @property
+    def own_drafter(self) -> DrafterRunner:
+        """The drafter, where there must be one."""
+        assert self.drafter is not None
+        return self.drafter
+
+    def run_target(self, ids_N: Tensor, layout: AttentionMetadata, *, states: bool = True) -> Tensor | None:
+        """Run the tokens of a layout, leave their logits; gives their states, if somebody reads them."""
+        return self._run_target(ids_N, layout, None, len(ids_N), states=states)[1]
+
+    def read_prompts(
+        self, numbers: Numbers, layout: AttentionMetadata, last_R: Tensor, *, states: bool, asked: PromptTokens | None
+    ) -> Tensor | None:
+        """`run_target` over chunks of prompts, with logits behind the last token of each, and behind those asked."""
+        # What others may share is not written twice: they find it as it was, to the last bit.
+        written_N = layout.slot_mapping_N.masked_fill(numbers["kept"] > 0, self.model.cache.null_slot)
+        keep_M = last_R if asked is None else torch.cat([last_R, asked.place_M])
+        layout = replace(layout, slot_mapping_N=written_N)
+        logits_MV, aux_NX = self._run_target(numbers["ids"], layout, keep_M, len(last_R), states=states)
+        if asked is not None:
+            asked.tell(logits_MV[len(last_R) :])
         return aux_NX
 
+    def _run_target(
+        self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None, left: int, *, states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits behind the tokens `keep_M`, or all, of which the first so many are left for `sample`; and states."""
+        out_MV = self.logits_SV[:left]
+        all_left = left == (len(ids_N) if keep_M is None else len(keep_M))
+        logits_MV, aux_NX = self.model.run_pass(ids_N, layout, keep_M, out_MV if all_left else None, states=states)
+        if logits_MV.data_ptr() != out_MV.data_ptr():
+            out_MV.copy_(logits_MV[:left])
+        return logits_MV, aux_NX
 
-def draft(
-    _: Numbers,
-    *,
-    state: RoundState,
-    drafter: DrafterRunner,
-    sampling: SlotSampling,
-    needs: Needs,
-    rows: int,
-    reads: int,
-    depth: int,
-    blocks: int,
-) -> Tensor:
-    """Read up to `reads` states of each row and draft up to `depth` tokens, which are left in `state`: [R, K]."""
-    run, shape = drafter.run, block_shape(drafter.cache, blocks)
-    layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=depth)
-    hidden_ND = drafter.fuse(state, layout.place_N)
-    tokens = layout.tokens
-    output = step_for(run, hidden_ND, layout.ids_N, tokens.position_N, drafter.attend(tokens), layout.last_R)
-    normed_RD, feedback_RD = output.normed, output.feedback
-    for at in range(depth):
-        logits_RW = run.logits(normed_RD)
-        index_R = None
-        if needs.sampled:
-            slot_R = state.row_slot[:rows]
-            # The newest token stands at position length: the target has not read it, so it has no slot yet.
-            index_R = sampling.draw(logits_RW, slot_R, state.length_S[slot_R] + 1 + at, drafter.token_W, needs)
-        token_R = choose_drafts(logits_RW, drafter.token_W, state.drafts_RK, state.sure_RK, at, index_R)
-        if at + 1 < depth:
-            tokens = layout.deeper[at]
-            output = run.step(feedback_RD, token_R, tokens.position_N, drafter.attend(tokens))
-            normed_RD, feedback_RD = output.normed, output.feedback
-    return state.drafts_RK[:rows, :depth]
-
-
-def place(_: Numbers, *, state: RoundState, rows: int, depth: int, own_depth: int) -> Tensor:
-    """Drafts of the host's offers where they stand, left in `state`; elsewhere the drafter's, which are so deep."""
-    return place_offers(state, rows=rows, depth=depth, own_depth=own_depth)
-
-
-def verify(
-    _: Numbers, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int, followed: bool = True
-) -> Tensor:
-    """The target over the newest token and the drafts; logits are left row by row, states in the ring.
-
-    Where no row is followed, there are no states to leave.
-    """
-    layout = lay_out_verify(state, block_shape(target.cache, blocks), rows=rows, depth=depth)
-    aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None, states=followed)
-    if state.states_SLX is not None and aux_NX is not None:
-        state.states_SLX.flatten(0, 1).index_copy_(0, layout.place_N, aux_NX.to(state.states_SLX.dtype))
-    return layout.ids_N
-
-
-def sample(
-    _: Numbers,
-    *,
-    state: RoundState,
-    target: RoundTarget,
-    sampling: SlotSampling,
-    chance: Tensor | None,
-    needs: Needs,
-    rows: int,
-    depth: int,
-    mask_NV: Tensor | None = None,
-) -> Tensor:
-    """What came of the round of each row, in one line of numbers (`RoundLine` says which).
-
-    An answer that comes to its limit gets fewer tokens than were accepted. With a chance, drafts are accepted by a
-    coin: to measure at an acceptance of one's choice.
-    """
-    slot_R, drafts_RK = state.row_slot[:rows], state.drafts_RK[:rows, :depth]
-    logits_NV = target.logits_SV[: rows * (1 + depth)]
-    if needs.greedy and mask_NV is None:
-        line_RC = settle(state, rows=rows, depth=depth, logits_NV=logits_NV, chance=chance)
-    else:
-        token_RQ = sampling.choose(logits_NV, slot_R, state.length_S[slot_R] + 1, drafts_RK, needs, mask_NV)
-        line_RC = settle(state, rows=rows, depth=depth, token_RQ=token_RQ, chance=chance)
-    token_RQ = line_RC[:, 2 : 3 + depth]
-    sampling.note(slot_R, token_RQ, line_RC[:, 0], needs)
-    return with_logprobs(line_RC, logits_NV, None, token_RQ, needs)
+    def keep_states(self, place_N: Tensor, aux_NX: Tensor | None) -> None:
+        """Let states wait in the ring, where somebody reads them."""
+        ring_NX = self.state.states_NX
+        if ring_NX is not None and aux_NX is not None:
+            ring_NX.index_copy_(0, place_N, aux_NX.to(ring_NX.dtype))
 
 
 def with_logprobs(line_RC: Tensor, logits_NV: Tensor, place_M: Tensor | None, token_RQ: Tensor, needs: Needs) -> Tensor:
@@ -200,17 +304,6 @@ def with_logprobs(line_RC: Tensor, logits_NV: Tensor, place_M: Tensor | None, to
     logits_MV = logits_NV if place_M is None else logits_NV[place_M]
     told_NC = logprob_columns(logits_MV, token_RQ.flatten(), needs.logprobs)
     return torch.cat([line_RC, told_NC.view(len(line_RC), -1)], dim=1)
-
-
-def logprob_columns(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> Tensor:
-    """Of each token its log probability, its rank, the most likely tokens and theirs; real numbers as their bits."""
-    told = compute_logprobs(logits_NV, token_N, alternatives)
-    columns = (_bits(told.logprob_N)[:, None], told.rank_N[:, None], told.top_token_NK, _bits(told.top_logprob_NK))
-    return torch.cat(columns, dim=1)
-
-
-def _bits(reals: Tensor) -> Tensor:
-    return reals.double().view(torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +317,10 @@ class RoundLine:
     depth: int
     alternatives: int
     """Of logprobs; `NO_LOGPROBS` without."""
-    tree: Tree | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Q of them."""
-        return 2
+    candidates: int = 0
+    """Of a node of trees; 0: chains."""
+    tokens = 2
+    """Where Q of them begin."""
 
     @property
     def drafts(self) -> int:
@@ -239,85 +330,18 @@ class RoundLine:
     @property
     def sure(self) -> int:
         """How sure the drafter was of each; of trees, of each candidate."""
-        return self.drafts + (self.depth if self.tree is None else 2 + self.depth * self.tree.width)
+        return self.drafts + (2 + self.depth * self.candidates if self.candidates else self.depth)
 
     @property
     def logprobs(self) -> int:
         """For each token its logprob, its rank, the most likely tokens and theirs."""
-        return self.sure + self.depth * (1 if self.tree is None else self.tree.width)
+        return self.sure + self.depth * (self.candidates or 1)
 
     @property
     def width(self) -> int:
         """Numbers in all."""
         told = 0 if self.alternatives == NO_LOGPROBS else 2 + 2 * self.alternatives
         return self.logprobs + (1 + self.depth) * told
-
-
-def read(
-    numbers: Numbers,
-    *,
-    state: RoundState,
-    target: RoundTarget,
-    drafter: DrafterRunner | None,
-    rows: int,
-    blocks: int,
-    asked: PromptTokens | None = None,
-) -> Tensor:
-    """The target over chunks of prompts; logits behind the last token of each row are left for `sample`.
-
-    The drafter reads along, if there is one that follows any of the rows.
-
-    Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `kept` [N], which
-    of them the target has written before and are read for the drafter alone, `start` [R + 1], where rows begin,
-    `base` [R], their first positions. A row that samples is left where a decoding one stands before its newest token is
-    read.
-    """
-    who = Rows(state, rows, block_shape(target.cache, blocks))
-    ids_N, start_R, base_R = numbers["ids"], numbers["start"].int(), numbers["base"]
-    samples_R, count_R = state.row_samples[:rows], start_R.diff().long()
-
-    def lay_out(live_R: Tensor, cache: KVCache) -> AttentionMetadata:
-        size, null_slot = cache.block_size, cache.null_slot
-        return AttentionMetadata.ragged(
-            who.table_RP,
-            base_R.int(),
-            start_R,
-            count=len(ids_N),
-            block_size=size,
-            null_slot=null_slot,
-            live_R=live_R.int(),
-        )
-
-    last_R = (start_R[1:].long() - 1).clamp(min=0)
-    layout = lay_out(count_R, target.cache)
-    leave_logits = target.leave_logits if asked is None else partial(asked.leave_logits, target)
-    # What others may share is not written twice: they find it as it was, to the last bit.
-    place_N = layout.slot_mapping_N.masked_fill(numbers["kept"] > 0, target.cache.null_slot)
-    aux_NX = leave_logits(ids_N, replace(layout, slot_mapping_N=place_N), last_R, states=drafter is not None)
-    # Nobody's slot takes what rows of none say; its numbers mean nothing.
-    end_R = base_R + count_R
-    follows_R = state.follows_S[who.slot_R]
-    if drafter is not None and state.states_SLX is not None and aux_NX is not None:
-        # What comes of a prompt's last token, whose next is not known yet, lies in the row's own slot until that is
-        # read again; so does what comes of rows that nobody drafts for. Only attention would be misled by it.
-        alike = drafter.remembers and block_shape(drafter.cache, blocks) == block_shape(target.cache, blocks)
-        if not alike:
-            layout = lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache)
-        drafter.read(drafter.run.fuse(aux_NX.to(drafter.dtype)), numbers["behind"], layout)
-        place_R1 = who.in_ring((end_R - 1).clamp(min=0)[:, None])
-        state.states_SLX.flatten(0, 1).index_copy_(0, place_R1[:, 0], aux_NX[last_R].to(state.states_SLX.dtype))
-    state.length_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0))
-    state.drafted_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0) * follows_R)
-    return last_R
-
-
-def catch_up(_: Numbers, *, state: RoundState, drafter: DrafterRunner, rows: int, blocks: int) -> Tensor:
-    """Let the drafter read all that waits for rows but the last state."""
-    layout = lay_out_draft(
-        state, block_shape(drafter.cache, blocks), rows=rows, reads=state.most_waiting, depth=0, kept=1
-    )
-    drafter.read(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens)
-    return layout.last_R
 
 
 def block_shape(cache: KVCache, blocks: int) -> BlockShape:

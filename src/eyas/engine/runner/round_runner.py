@@ -2,7 +2,7 @@
 
 A round of requests that decode is one copy in, up to three passes (draft, verify, sample) and one copy out; chunks of
 prompts have a read and a sample. Nobody waits between them, nor for the round before. The passes lie in
-`round_graphs.py`; the drafter's are queued by `draft_runner.py`.
+`round_graphs.py`; the drafter's are queued by `drafter_proposer.py`.
 
     begin_round, begin_read   seats for the rows, and which passes serve them
     verify                    the target over newest tokens and drafts, or over chunks of prompts
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.buckets import USUAL_BLOCKS
+from eyas.engine.runner.device_queue import RoundDevice
 from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.exact_passes import ExactPasses
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round import Round
-from eyas.engine.runner.round_device import RoundDevice
-from eyas.engine.runner.round_graphs import RoundGraphs, is_exact
-from eyas.engine.runner.round_passes import PromptTokens, RoundTarget
+from eyas.engine.runner.round import Integers, Round, no_time
+from eyas.engine.runner.round_graphs import USUAL_BLOCKS, RoundGraphs
+from eyas.engine.runner.round_passes import PromptTokens, RoundPasses
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
@@ -71,12 +71,16 @@ class RoundRunner:
         # One more row is nobody's, and all are finite: where only some drafts are verified, old ones are sampled from.
         rows = max(most_tokens, slots) + 1
         logits_SV = untouched_zeros(rows, vocab_size, dtype=model.logits_dtype, device=place)
-        self.target = RoundTarget(model=model, logits_SV=logits_SV)
-        like_X = None
+        self.model, self._logits_SV, like_X = model, logits_SV, None
         if drafter is not None:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
             like_X = torch.empty(width, dtype=model.dtype, device=place)
+        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded. The drafter reads any
+        # number of states at once there, and those of a request that ends before are never read.
+        exact, waiting = place.type == "cpu" and not self.capture.enabled, 0
+        if exact and like_X is not None:
+            waiting = max(LUMP, PATIENCE_BYTES // ((slots + 1) * like_X.nbytes))
         self.state = RoundState(
             slots=slots,
             blocks=widest,
@@ -84,21 +88,19 @@ class RoundRunner:
             like_X=like_X,
             device=place,
             offers=room.max_offers > 0,
-            waiting=_waiting_states(like_X, slots) if is_exact(self.capture) and like_X is not None else 0,
+            waiting=waiting,
         )
         self.sampling = SlotSampling(slots, vocab_size, place)
-        self.graphs = RoundGraphs(
-            self.capture,
-            self.queue,
+        chance = device.chance
+        passes = (ExactPasses if exact else RoundPasses)(
             state=self.state,
-            target=self.target,
+            model=model,
             drafter=drafter,
             sampling=self.sampling,
-            room=room,
-            blocks=self._usual_blocks,
-            tree=tree,
-            chance=device.chance,
+            logits_SV=logits_SV,
+            chance=None if chance is None else torch.tensor(chance, dtype=torch.float64, device=place),
         )
+        self.graphs = RoundGraphs(self.capture, self.queue, passes, room=room, blocks=self._usual_blocks, tree=tree)
         self.shapes = self.graphs.shapes
         self._drafts = drafter is not None
         self._stays = [NOBODY] * slots
@@ -122,7 +124,7 @@ class RoundRunner:
     @property
     def bytes(self) -> int:
         """Memory taken beside weights and blocks."""
-        return self.graphs.bytes + self.target.logits_SV.nbytes + self.state.bytes
+        return self.graphs.bytes + self._logits_SV.nbytes + self.state.bytes
 
     # --- a round -----------------------------------------------------------------------------------------------
 
@@ -130,7 +132,6 @@ class RoundRunner:
         self,
         rows: Sequence[ScheduledRow],
         *,
-        masked: bool = False,
         tree: Tree | None = None,
         drafter_depth: int | None = None,
     ) -> Round:
@@ -139,13 +140,12 @@ class RoundRunner:
         The drafter drafts no deeper than `drafter_depth`, if one is given. With a tree each row grows one within its
         slots, but not where the host makes masks: one for every node would take it longer than trees gain.
         """
-        slots = [slot_of(row.seq) for row in rows]
-        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        needs, slot_R = self._take_seats(rows)
         block_counts, asked, follows, _ = self._by_slot[:, slot_R].tolist()
         bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(max(block_counts))
         drafts, trees = [row.drafts for row in rows], None
         deepest = max(drafts)
-        if tree is not None and deepest and not masked:
+        if tree is not None and deepest and not needs.masked:
             trees = self.graphs.trees(bucket, tree)
         if trees is not None:
             depth = trees.depth
@@ -156,31 +156,19 @@ class RoundRunner:
         own_depth = 0
         if self._drafts and depth:
             own_depth = depth if drafter_depth is None else min(depth, self.shapes.depth_for(drafter_depth))
-        made = Round(
-            rows=rows,
-            slot_R=slot_R,
-            of_prompts=False,
-            bucket=bucket,
-            blocks=blocks,
-            needs=needs,
-            masked=masked,
-            drafts=drafts,
-            depth=depth,
-            drafter_depth=own_depth,
-            trees=trees,
-        )
+        made = Round(rows=rows, slot_R=slot_R, of_prompts=False, bucket=bucket, blocks=blocks, needs=needs)
+        made.drafts, made.depth, made.drafter_depth, made.trees = drafts, depth, own_depth, trees
         if trees is not None:
             made.run_verify = self.graphs.verifying_trees(trees, blocks)
             made.run_sample = self.graphs.sampling_trees(trees, needs)
         else:
             made.run_verify = self.graphs.verifying(bucket, blocks, depth, followed=any(follows))
-            made.run_sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
+            made.run_sample = self.graphs.sampling(bucket, depth, needs)
         return made
 
-    def begin_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> Round:
+    def begin_read(self, rows: Sequence[ScheduledRow]) -> Round:
         """Chunks of prompts, all in one pass; behind those that end a token is chosen."""
-        slots = [slot_of(row.seq) for row in rows]
-        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        needs, slot_R = self._take_seats(rows)
         bucket = self.graphs.chunk_rows_for(len(rows))
         blocks = self._block_bucket(int(self._block_counts[slot_R].max()))
         ids, behind, kept, start, told = list[int](), list[int](), list[int](), [0], list[int]()
@@ -192,21 +180,23 @@ class RoundRunner:
             again = min(max(0, row.seq.written_length - row.start), row.count)
             kept += [1] * again + [0] * (row.count - again)
             start.append(len(ids))
-        made = Round(
-            rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs, masked=masked
-        )
+        made = Round(rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs)
         followed = bool(self.follows[slot_R].any())
-        asked = self._prompt_tokens(rows, told, behind) if told else None
+        asked, device = None, self.capture.device
+        if told:
+            most = max(row.seq.request.prompt_logprobs or 0 for row in rows)
+            asked = PromptTokens(
+                place_M=integers(told, device),
+                token_M=integers([behind[place] for place in told], device),
+                alternatives=min(most, self._logits_SV.shape[1]),
+            )
         inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=followed, asked=asked)
-        made.run_sample = self.graphs.sampling(bucket, 0, needs, masked=masked)
-        inputs.write("ids", ids)
-        inputs.write("behind", behind)
-        inputs.write("kept", kept)
-        inputs.write("start", start + [len(ids)] * (bucket + 1 - len(start)))
-        inputs.write("base", [row.start for row in rows])
+        made.run_sample = self.graphs.sampling(bucket, 0, needs)
+        start += [len(ids)] * (bucket + 1 - len(start))
+        bring = inputs.staged(ids=ids, behind=behind, kept=kept, start=start, base=[row.start for row in rows])
 
         def run() -> None:
-            self.queue.run(inputs.staged())
+            self.queue.run(bring)
             self.queue.run(read)
             if asked is not None:
                 made.prompt_output = self._bring(asked.take, *asked.shape)
@@ -218,7 +208,10 @@ class RoundRunner:
         """Queue the target's pass."""
         self.send_rows(made)
         if made.masked and made.depth:
-            self._bring_drafts(made)
+            state, shape = self.state, (len(made.rows), made.depth)
+            # The host makes a mask behind each of them.
+            made.drafts_RK = self._bring(lambda: state.drafts_RK[: shape[0], : shape[1]], *shape)
+            made.drafted = self.queue.mark()
         if not made.of_prompts:
             self.queue.run(made.run_verify)
             return
@@ -230,9 +223,13 @@ class RoundRunner:
 
     def accept(self, made: Round, mask_NV: Tensor | None = None) -> None:
         """Queue the choice of tokens, and their way to the host."""
+
+        def take() -> None:
+            made.output = made.run_sample(mask_NV)
+
         rows = len(made.rows)
         if self.graphs.exact:
-            self.queue.run(lambda: made.take(made.run_sample(mask_NV)))
+            self.queue.run(take)
         else:
             made.output = self._bring(lambda: made.run_sample(mask_NV)[:rows], rows, made.line.width)
         made.landed = self.queue.mark()
@@ -241,14 +238,17 @@ class RoundRunner:
         """Tell the device which rows the next passes are for, once."""
         if not made.sent:
             samples = [row.samples for row in made.rows] if made.of_prompts else 1
-            self.state.send_rows(self.queue, made.slot_R, made.drafts, samples)
+            self.state.send_rows(self.queue, made.slot_R, made.drafts or 0, samples)
             made.sent = True
 
-    def _bring_drafts(self, made: Round) -> None:
-        """Bring drafts to the host, which makes a mask behind each of them."""
-        state, rows, depth = self.state, len(made.rows), made.depth
-        made.drafts_RK = self._bring(lambda: state.drafts_RK[:rows, :depth], rows, depth)
-        made.drafted = self.queue.mark()
+    def queue_timed(self, run: Callable[[], object] | None) -> Callable[[], float]:
+        """Queue a pass, if there is one; gives its seconds on the device, to be asked when it has run."""
+        if run is None:
+            return no_time
+        began = self.queue.mark()
+        self.queue.run(run)
+        ended = self.queue.mark()
+        return lambda: ended.seconds_since(began)
 
     def states_of(self, seq: SequenceState) -> Tensor:
         """The states [T, X] that wait for the drafter; nothing may be in flight."""
@@ -262,20 +262,11 @@ class RoundRunner:
         self.queue.run(lambda: host.copy_(compute(), non_blocking=True))
         return host
 
-    def _prompt_tokens(self, rows: Sequence[ScheduledRow], places: list[int], behind: list[int]) -> PromptTokens:
-        """Prompt tokens whose log probabilities somebody asks for."""
-        device, asked = self.capture.device, max(row.seq.request.prompt_logprobs or 0 for row in rows)
-        return PromptTokens(
-            place_M=integers(places, device),
-            token_M=integers([behind[place] for place in places], device),
-            alternatives=min(asked, self.target.logits_SV.shape[1]),
-        )
-
     # --- seats -------------------------------------------------------------------------------------------------
 
-    def _take_seats(self, rows: Sequence[ScheduledRow], slots: list[int]) -> Needs:
-        """Tell the device of requests that are new in their slots, and of new blocks; what all of them need."""
-        tables, kept_slots = self._tables, self._kept_needs[0]
+    def _take_seats(self, rows: Sequence[ScheduledRow]) -> tuple[Needs, Integers]:
+        """Tell the device of requests that are new in their slots, and of new blocks; what all need, their slots."""
+        slots, tables, kept_slots = [slot_of(row.seq) for row in rows], self._tables, self._kept_needs[0]
         changed = [row.seq for row, slot in zip(rows, slots, strict=True) if tables[slot] != row.seq.table]
         new = [seq for seq in changed if self._stays[slot_of(seq)] != seq.stay]
         for seq in new:
@@ -288,10 +279,10 @@ class RoundRunner:
         # The same requests need the same, until one has the length before which it may not stop.
         if new or slots != kept_slots or self._kept_needs[1].early:
             self._kept_needs = slots, self.sampling.needs([row.seq for row in rows])
-        return self._kept_needs[1]
+        return self._kept_needs[1], np.array(slots)
 
     def _send_blocks(self, seq: SequenceState) -> None:
-        slot, settled = slot_of(seq), seq.target_length // self.target.cache.block_size
+        slot, settled = slot_of(seq), seq.target_length // self.model.cache.block_size
         sent, blocks = self._blocks[slot], seq.blocks
         # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
         if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
@@ -331,14 +322,6 @@ class RoundRunner:
         while blocks < needed:
             blocks *= 4
         return blocks
-
-
-def _waiting_states(like_X: Tensor, slots: int) -> int:
-    """States of a request that may wait where the drafter can read any number at once.
-
-    A request that ends before never costs the reading.
-    """
-    return max(LUMP, (PATIENCE_BYTES // ((slots + 1) * like_X.nbytes)))
 
 
 def slot_of(seq: SequenceState) -> int:

@@ -103,11 +103,6 @@ class RoundState:
         return RoundArrays(self)
 
     @cached_property
-    def _host_rows_3R(self) -> NDArray[np.int64]:
-        numbers: NDArray[np.int64] = self._rows_3R.numpy()
-        return numbers
-
-    @cached_property
     def states_NX(self) -> Tensor | None:
         """The rings of states of all slots, one behind another."""
         return None if self.states_SLX is None else self.states_SLX.flatten(0, 1)
@@ -151,21 +146,11 @@ class RoundState:
 
     def send_rows(self, queue: DeviceQueue, slots: NDArray[np.int64], depths: ArrayLike, samples: ArrayLike) -> None:
         """The rows of the next pass; those behind them are nobody's. One number may stand for all rows'."""
-        if self.device.type == "cpu":
-            numbers_3R = np.empty((3, len(slots)), dtype=np.int64)
-            numbers_3R[0], numbers_3R[1], numbers_3R[2] = slots, depths, samples
-            queue.run(lambda: self._write_rows(numbers_3R))
-            return
         numbers, rows = np.zeros(self._rows_3R.shape, dtype=np.int64), len(slots)
         numbers[0] = self.nobody
         numbers[0, :rows], numbers[1, :rows], numbers[2, :rows] = slots, depths, samples
         sent_3R = to_send(numbers, self.device)
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
-
-    def _write_rows(self, numbers_3R: NDArray[np.int64]) -> None:
-        rows_3R, rows = self._host_rows_3R, numbers_3R.shape[1]
-        rows_3R[:, :rows] = numbers_3R
-        rows_3R[0, rows:], rows_3R[1:, rows:] = self.nobody, 0
 
     def send_offers(self, queue: DeviceQueue, offers: Sequence[SentOffer | None]) -> None:
         """What was looked up for the rows of the next pass."""

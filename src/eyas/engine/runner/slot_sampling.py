@@ -14,6 +14,7 @@ Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -39,21 +40,14 @@ class SlotSampling:
         self._tables = SlotTables(slots, vocab_size, device)
         self._vocab_size = vocab_size
         self._index_V = torch.arange(vocab_size, device=device)
-        self._needs: dict[int, Needs] = {}
-        """By the keys of requests that have a slot."""
-        self._owners: dict[int, int] = {}
-        """Their keys by slot."""
 
     def admit(self, slots: Sequence[int], seqs: Sequence[SequenceState]) -> Send:
         """Give slots to requests. What the host knows is read now; the returned function copies it to the device.
 
         The tokens of a request at this time are those that penalties count; `note` adds the later ones.
         """
-        for slot, seq in zip(slots, seqs, strict=True):
-            self._owners[slot] = seq.key
-            self._needs[seq.key] = sampling_needs(seq, self._vocab_size)
-        if len(self._needs) > 2 * len(self._owners):  # most of them have lost their slots
-            self._needs = {key: self._needs[key] for key in self._owners.values()}
+        for seq in seqs:
+            seq.needs = sampling_needs(seq, self._vocab_size)
         return self._tables.admit(slots, seqs)
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
@@ -63,10 +57,10 @@ class SlotSampling:
         return reduce(Needs.__or__, found.values(), NOTHING)
 
     def _needs_of(self, seq: SequenceState) -> Needs:
-        needs = self._needs[seq.key]
-        if needs.early:
-            needs = self._needs[seq.key] = sampling_needs(seq, self._vocab_size)
-        return needs
+        assert seq.needs is not None
+        if seq.needs.early:
+            seq.needs = sampling_needs(seq, self._vocab_size)
+        return seq.needs
 
     def choose(
         self,
@@ -92,16 +86,11 @@ class SlotSampling:
         logits_RQV = logits_NV.view(rows, width, -1)
         most = max(1, MOST_AT_ONCE // (width * self._vocab_size))
         position_RQ = position_R[:, None] + (self._index_V[:width] if trees is None else trees.kept_depth_RQ)
+        seen = repeat(None) if trees is None else torch.split(trees.kept_sees_RQ, most)
+        columns = (torch.split(x, most) for x in (logits_RQV, slot_R, position_RQ, drafts_RK))
         parts = [
-            self._choose_part(
-                logits_RQV[part],
-                slot_R[part],
-                position_RQ[part],
-                drafts_RK[part],
-                None if trees is None else trees.kept_sees_RQ[part],
-                needs,
-            )
-            for part in (slice(start, start + most) for start in range(0, rows, most))
+            self._choose_part(logits, slots, positions, drafts, sees, needs)
+            for logits, slots, positions, drafts, sees in zip(*columns, seen, strict=False)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

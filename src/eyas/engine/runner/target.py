@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.errors import UserError
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
@@ -53,7 +52,7 @@ class TargetRunner:
 
     def attend(self, metadata: AttentionMetadata, cache: KVCache | None = None) -> AttendFor:
         """How the layers of a pass attend, over this cache or another."""
-        return partial(self._attend, PagedAttention(cache or self.cache, metadata))
+        return partial(self._attend, PagedAttention(cache or self.cache, metadata), None)
 
     @torch.inference_mode()
     def _try(self, cache: KVCache) -> list[AttentionCall]:
@@ -62,8 +61,8 @@ class TargetRunner:
         metadata = AttentionMetadata.of(
             [AttentionRow(blocks=(0,), base=0, count=1)], block_size=cache.block_size, device=device
         )
-        attention, calls = PagedAttention(cache, metadata), list[AttentionCall]()
-        attend = partial(self._note_and_attend, calls, attention)
+        calls = list[AttentionCall]()
+        attend = partial(self._attend, PagedAttention(cache, metadata), calls)
         self._run(torch.zeros(1, dtype=torch.int64, device=device), metadata, None, attend)
         layers = [call.layer for call in calls]
         if sorted(layers) != list(range(facts.num_hidden_layers)):
@@ -90,6 +89,7 @@ class TargetRunner:
     def _attend(
         self,
         attention: PagedAttention,
+        calls: list[AttentionCall] | None,
         module: nn.Module,
         q_NHK: Tensor,
         k_NGK: Tensor,
@@ -99,39 +99,25 @@ class TargetRunner:
         window: int | None,
         sink_logit_H: Tensor | None,
     ) -> Tensor:
+        """The attention of one layer; what it asks for is noted in `calls`, if they are given."""
         layer: Any = module.layer_idx
+        if calls is not None:
+            (_, heads, head_dim), (_, key_heads, value_dim) = q_NHK.shape, v_NGK.shape
+            calls.append(
+                AttentionCall(
+                    layer=layer,
+                    heads=heads,
+                    key_heads=key_heads,
+                    head_dim=head_dim,
+                    value_dim=value_dim,
+                    scale=head_dim**-0.5 if scale is None else scale,
+                    softcap=softcap,
+                    window=window,
+                    sink_logit_H=sink_logit_H,
+                )
+            )
         window = self._windows.get(layer) if window is None else window
         return attention(layer, q_NHK, k_NGK, v_NGK, scale, softcap, window, sink_logit_H)
-
-    def _note_and_attend(
-        self,
-        calls: list[AttentionCall],
-        attention: PagedAttention,
-        module: nn.Module,
-        q_NHK: Tensor,
-        k_NGK: Tensor,
-        v_NGK: Tensor,
-        scale: float | None,
-        softcap: float | None,
-        window: int | None,
-        sink_logit_H: Tensor | None,
-    ) -> Tensor:
-        layer: Any = module.layer_idx
-        (_, heads, head_dim), (_, key_heads, value_dim) = q_NHK.shape, v_NGK.shape
-        calls.append(
-            AttentionCall(
-                layer=layer,
-                heads=heads,
-                key_heads=key_heads,
-                head_dim=head_dim,
-                value_dim=value_dim,
-                scale=head_dim**-0.5 if scale is None else scale,
-                softcap=softcap,
-                window=window,
-                sink_logit_H=sink_logit_H,
-            )
-        )
-        return self._attend(attention, module, q_NHK, k_NGK, v_NGK, scale, softcap, window, sink_logit_H)
 
 
 def _refuse_other_layers(target: Target) -> None:

@@ -14,30 +14,29 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from eyas.drafter.attention import Attend, KeysAndValues
+from eyas.drafter.attention import Attend
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
-from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, plain_attention, product_of
+from eyas.engine.kv_cache.cache import KVCache, PagedAttention
+from eyas.engine.runner.draft_passes import DraftPasses
+from eyas.engine.runner.fused_drafter import EagleParts, NotEagleError
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.w8a8_linear import rows_kept
 from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import merge
-from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.eagle_triton import TritonEagle
 
 TRIAL_BLOCK_SIZE = 16
 """The usual one, so that the kernels which a trial compiles are those that serve."""
 
 
-class TritonDrafter:
+class TritonDrafter(DraftPasses):
     """One layer behind fused states, over the weights of a loaded drafter, which must not be moved or cast any more."""
 
     @torch.inference_mode(False)  # joined weights outlive the caller's mode
     @torch.no_grad()
     def __init__(self, drafter: Drafter) -> None:
-        config, layer = drafter.config, first_layer(drafter)
+        config = drafter.config
         weights = list(drafter.parameters())
         for what, found in (("devices", {x.device for x in weights}), ("types", {x.dtype for x in weights})):
             if len(found) > 1:
@@ -46,34 +45,29 @@ class TritonDrafter:
             raise NotEagleError(f"its weights are {weights[0].dtype}")
         if drafter.embed_tokens is None:
             raise NotEagleError("it has no embeddings")
-        attention, mlp = plain_attention(layer), layer.mlp
-        self._model = drafter
+        parts = EagleParts.of(drafter)
+        layer = parts.layer
+        super().__init__(drafter)
         self._eagle = TritonEagle(
             input_norm=None if drafter.input_norm is None else _norm(drafter.input_norm),
             states_norm=None if drafter.fc_norm is None else _norm(*drafter.fc_norm),
             num_states=config.num_aux_hidden_states,
-            fc=product_of(drafter.fc),
+            fc=parts.fc,
             embedding_VD=drafter.embed_tokens.weight.detach(),
             token_norm=_norm(layer.input_layernorm),
             hidden_norm=_norm(layer.hidden_norm),
             normed_residual=config.norm_before_residual,
             frequency=drafter.rope.inverse_frequencies,
             turn_scale=drafter.rope.scale,
-            qkv=product_of(attention.q_proj, attention.k_proj, attention.v_proj),
-            kv=product_of(attention.k_proj, attention.v_proj),
-            qk_norm=heads_norm(attention, config),
-            output=product_of(attention.o_proj),
+            qkv=parts.qkv,
+            kv=parts.kv,
+            qk_norm=parts.qk_norm,
+            output=parts.output,
             mlp_norm=_norm(layer.post_attention_layernorm),
-            gate_up=product_of(mlp.gate_proj, mlp.up_proj),
-            down=product_of(mlp.down_proj),
+            gate_up=parts.gate_up,
+            down=parts.down,
             last_norm=_norm(drafter.norm),
-            sizes=LlamaSizes(
-                heads=config.num_attention_heads,
-                key_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                rotary_dim=config.head_dim,
-                intermediate=config.intermediate_size,
-            ),
+            sizes=parts.sizes,
         )
         self._like_NGK = weights[0].new_empty(0, config.num_key_value_heads, config.head_dim)
 
@@ -90,52 +84,34 @@ class TritonDrafter:
         other._eagle = eagle
         return other
 
-    def fuse(self, aux_X: Tensor) -> Tensor:
+    def fuse(self, aux_NX: Tensor) -> Tensor:
         """Norm each auxiliary state where the drafter does, and combine them."""
-        return self._eagle.fuse(aux_X)
+        return self._eagle.fuse(aux_NX)
 
     def fuse_rows(self, aux_SX: Tensor, row_N: Tensor) -> Tensor:
-        """The same for some rows of them, of any type."""
+        """The depth-0 states of some rows of auxiliary states, of any type."""
         return self._eagle.fuse(aux_SX, row_N)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """Run one depth; over anything but blocks it is the model's own."""
         if not isinstance(attend, PagedAttention):
-            return self._model.step(hidden, token_ids, positions, attend)
-        return self._run_depth(hidden, token_ids, positions, attend)
+            return super().step(hidden, token_ids, positions, attend)
+        return self.step_for(hidden, token_ids, positions, attend, None)
 
     def step_for(
-        self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor
+        self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor | None
     ) -> DepthOutput:
-        """The same for the outcome of some tokens; later ones see all."""
-        return self._run_depth(hidden_ND, token_N, position_N, attend, keep_M)
-
-    def _run_depth(
-        self,
-        hidden_ND: Tensor,
-        token_N: Tensor,
-        position_N: Tensor,
-        attend: PagedAttention,
-        keep_M: Tensor | None = None,
-    ) -> DepthOutput:
+        """One depth of all tokens, for the outcome of some, or of all; later ones see all."""
         kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
         state_MD, normed_MD = self._eagle.run_depth(
             hidden_ND, token_N, position_N, attend.backend, kv, attend.window, keep_M
         )
-        return DepthOutput(normed=normed_MD, feedback=normed_MD if self._model.config.norm_output else state_MD)
-
-    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
-        """Keys and values alone, for whoever keeps them elsewhere: as the model has them."""
-        return self._model.remember(hidden, token_ids, positions)
+        return DepthOutput(normed=normed_MD, feedback=normed_MD if self.model.config.norm_output else state_MD)
 
     def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
         """Put keys and values in their slots."""
         kv = cache.memory(0, self._like_NGK, self._like_NGK)
         self._eagle.remember(hidden_ND, token_N, layout.position_N, layout.slot_mapping_N, kv)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """As the model has them."""
-        return self._model.logits(normed)
 
 
 def _norm(*norms: nn.Module) -> FusedNorm:
@@ -164,7 +140,7 @@ def _require_same(fused: TritonDrafter, drafter: Drafter, tolerance: float) -> N
     and few. All of it once more at the end of the context, where angles are large.
     """
     config, weight, errors = drafter.config, drafter.norm.weight, trial.Errors()
-    both: tuple[Drafts, Drafts] = fused, drafter
+    both: tuple[DraftPasses, ...] = fused, DraftPasses(drafter)
     device, dtype = weight.device, weight.dtype
     caches = [KVCache(blocks=2, block_size=TRIAL_BLOCK_SIZE) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)

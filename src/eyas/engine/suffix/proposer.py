@@ -25,22 +25,17 @@ MOST_IN_A_ROUND = 16
 """Requests of a round up to which they are looked up: passes of many are full without."""
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Proposes what the text says, or what the inner proposer does, or both."""
 
     def __init__(self, inner: Proposer, drafts: SuffixDrafts, controller: Controller, runner: RoundRunner) -> None:
-        self.inner, self.drafts = inner, drafts
+        self.inner, self.drafts, self.layer_ids = inner, drafts, inner.layer_ids
         self._controller, self._runner = controller, runner
         self._choice = SuffixChoice(controller.costs, runner.shapes, exact=runner.graphs.exact)
         self._drafter_rate = 0.0
         """Tokens per second and request that the drafter's latest plan promises; 0 without one."""
         self._saved = 0.0
         """Seconds that look-ups are expected to save, less those that they took; since that was booked."""
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers of the target whose states are needed."""
-        return self.inner.layer_ids
 
     @property
     def needs_landing(self) -> bool:
@@ -53,11 +48,10 @@ class SuffixProposer:
         if seq.request.speculation.by_suffix:
             self.drafts.admit(seq)
 
-    def forget(self, key: int, *, ended: bool = True) -> None:
-        """Drop what is kept for a request that ended; preemption takes nothing from its text."""
-        self.inner.forget(key, ended=ended)
-        if ended:
-            self.drafts.forget(key)
+    def forget(self, key: int) -> None:
+        """Drop what is kept for a request that ended."""
+        self.inner.forget(key)
+        self.drafts.forget(key)
 
     def warm_up(self) -> None:
         """Do for the first time what takes longer then."""

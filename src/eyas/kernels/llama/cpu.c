@@ -114,8 +114,7 @@ struct chain {
     float *logits;             /* [N][W] */
     int64_t *token;            /* [depths][N]: drafted, as target ids */
     float *chance;             /* [depths][N]: their probability by a softmax */
-    int64_t (*goes_on)(int64_t depths); /* asked when so many are made; null: it does */
-    int64_t depths, feeds_normed;       /* whether the next depth reads the normed state */
+    int64_t depths, feeds_normed; /* whether the next depth reads the normed state */
     float logit_scale;
 };
 
@@ -258,8 +257,8 @@ void run_read(const struct run *run, const struct depth *depth, const struct fus
     run_depth(run, depth);
 }
 
-/* How many depths were drafted. `first` is the second depth, but for its tokens; the first draft comes of `first->normed`. */
-long run_chain(const struct run *run, const struct depth *first, const struct chain *chain) {
+/* `first` is the second depth, but for its tokens; the first draft comes of `first->normed`. */
+void run_chain(const struct run *run, const struct depth *first, const struct chain *chain) {
     const long N = run->tokens, W = chain->head.outputs;
     struct depth depth = *first;
     for (long made = 1;; made++) {
@@ -269,7 +268,7 @@ long run_chain(const struct run *run, const struct depth *first, const struct ch
             for (long i = 0; i < N * W; i++) chain->logits[i] *= chain->logit_scale;
         run->steps->most_likely(chain->logits, N, W, token, chain->chance + (made - 1) * N, (int)run->threads);
         for (long n = 0; n < N; n++) token[n] = chain->target_ids[token[n]];
-        if (made == chain->depths || (chain->goes_on && !chain->goes_on(made))) return made;
+        if (made == chain->depths) return;
         if (made > 1) { /* further on, behind the state of the depth before */
             depth.hidden = chain->feeds_normed ? depth.normed : run->x;
             for (long n = 0; n < N; n++) chain->position[n]++;

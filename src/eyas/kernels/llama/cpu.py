@@ -219,15 +219,15 @@ def load_layers() -> Compiled | None:
     library.numbers_per_token.restype = ctypes.c_long
     if library.ends_bytes() != ctypes.sizeof(_Ends):
         return None
-    for function, pointers, gives in (
-        (library.run_layers, 1, None),
-        (library.run_target, 2, None),
-        (library.run_depth, 2, None),
-        (library.run_read, 3, None),
-        (library.run_chain, 3, ctypes.c_long),
+    for function, pointers in (
+        (library.run_layers, 1),
+        (library.run_target, 2),
+        (library.run_depth, 2),
+        (library.run_read, 3),
+        (library.run_chain, 3),
     ):
         function.argtypes = [ctypes.c_void_p] * pointers
-        function.restype = gives
+        function.restype = None
     return Compiled(library, elementwise, attention)
 
 

@@ -7,7 +7,7 @@ Shapes: N tokens, X concatenated auxiliary states, D drafter hidden, V target vo
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,10 +67,6 @@ class DraftHead:
     """Whether the next depth reads the normed state."""
 
 
-GoesOn = Callable[[Sequence[float]], bool]
-"""Given how sure the drafter was of each draft of a chain so far: whether there should be another."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainsOutput:
     """Chains of drafts."""
@@ -81,9 +77,6 @@ class ChainsOutput:
     """How sure the drafter was of each."""
     feedback_RD: Tensor
     """What the depth behind the last draft reads; it holds until the next chains are drafted."""
-
-
-_GoesOn = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 class _Depth(ctypes.Structure):
@@ -111,7 +104,6 @@ class _Chain(ctypes.Structure):
     _fields_ = (
         ("head", ProductWeight),
         *((name, ctypes.c_void_p) for name in ("target_ids", "position", "logits", "token", "chance")),
-        ("goes_on", _GoesOn),
         *((name, ctypes.c_int64) for name in ("depths", "feeds_normed")),
         ("logit_scale", ctypes.c_float),
     )
@@ -202,34 +194,6 @@ class DraftLayer(Layers):
         self.library.run_read(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(fused))
         return x_ND, normed_ND
 
-    def run_chain(
-        self,
-        feedback_D: Tensor,
-        normed_D: Tensor,
-        position: int,
-        attention: AttentionBackend,
-        kv: tuple[Tensor, Tensor],
-        window: int | None,
-        depths: int,
-        goes_on: GoesOn,
-    ) -> tuple[list[int], list[float]] | None:
-        """`run_chains` for one request, as long as it is to go on: its drafts, and how sure the drafter was of each."""
-        failed: list[BaseException] = []
-        chances = np.zeros((depths, 1), dtype=np.float32)
-
-        def asked(made: int) -> bool:
-            try:
-                return goes_on(chances[:made, 0].tolist())
-            except BaseException as error:  # C knows none: it is raised again behind it
-                failed.append(error)
-                return False
-
-        states = feedback_D[None], normed_D[None], [position]
-        output = self.run_chains(*states, attention, kv, window, depths, asked=asked, chance_KR=chances)
-        if failed:
-            raise failed[0]
-        return None if output is None else (output.token_KR[:, 0].tolist(), output.chance_KR[:, 0].tolist())
-
     def run_chains(
         self,
         feedback_RD: Tensor,
@@ -239,14 +203,11 @@ class DraftLayer(Layers):
         kv: tuple[Tensor, Tensor],
         window: int | None,
         depths: int,
-        *,
-        asked: Callable[[int], bool] | None = None,
-        chance_KR: NDArray[np.float32] | None = None,
     ) -> ChainsOutput | None:
-        """Up to `depths` drafts of each request.
+        """`depths` drafts of each request.
 
-        The first ones come of the states given, and are read at `positions`, in the only slots of the pass. `asked`
-        says whether to go on when so many are made. None where a step is not compiled.
+        The first ones come of the states given, and are read at `positions`, in the only slots of the pass. None where
+        a step is not compiled.
         """
         head, ahead, rows = self._head, max(0, depths - 2), len(positions)
         waves = None if head is None else self.waves(attention, {0: kv}, rows, [window], ahead=ahead)
@@ -263,20 +224,20 @@ class DraftLayer(Layers):
         x_at, logits_at = normed_at + 4 * rows * size, normed_at + 4 * 2 * rows * size
         ctypes.memmove(normed_at, normed_RD.data_ptr(), 4 * rows * size)
         position_R, token_KR = np.array(positions, dtype=np.int64), np.empty((depths, rows), dtype=np.int64)
-        chance_KR = np.empty((depths, rows), dtype=np.float32) if chance_KR is None else chance_KR
+        chance_KR = np.empty((depths, rows), dtype=np.float32)
         run = self._run(waves, rows, size, x_at, memory)
         depth = self._depth(None, position_R.ctypes.data, feedback_RD.data_ptr(), normed_at)
         chain = _Chain(
             ProductWeight.of(head.linear),
             *(head.target_id_W.data_ptr(), position_R.ctypes.data, logits_at),
             *(token_KR.ctypes.data, chance_KR.ctypes.data),
-            *(_GoesOn() if asked is None else _GoesOn(asked), depths, head.feeds_normed, head.logit_scale),
+            *(depths, head.feeds_normed, head.logit_scale),
         )
-        made = self.library.run_chain(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(chain))
-        if made > 1:
+        self.library.run_chain(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(chain))
+        if depths > 1:
             first = rows * self._numbers(size) + (0 if head.feeds_normed else rows * size)
             feedback_RD = memory[first : first + rows * size].view(rows, size)
-        return ChainsOutput(token_KR=token_KR[:made], chance_KR=chance_KR[:made], feedback_RD=feedback_RD)
+        return ChainsOutput(token_KR=token_KR, chance_KR=chance_KR, feedback_RD=feedback_RD)
 
     def _numbers(self, size: int) -> int:
         """What a depth takes for every token, in float32."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from eyas.engine.grammar.after_reasoning import AfterReasoningGrammar
-from eyas.engine.grammar.base import Grammar
+from eyas.engine.grammar import Grammar
+from eyas.grammar.after_reasoning import AfterReasoningGrammar
 from eyas.serve.api_error import ApiError
 from eyas.serve.parsers import harmony
 from eyas.serve.parsers.base import AnswerParser, ToolParser

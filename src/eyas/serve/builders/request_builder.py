@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eyas.engine.grammar.base import Grammar
+from eyas.engine.grammar import Grammar
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.api_error import ApiError

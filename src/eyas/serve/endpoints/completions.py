@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from eyas.engine.grammar.base import Grammar
+from eyas.engine.grammar import Grammar
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve.access.audit import mark_recorded

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from eyas.engine.grammar.compile import MOST_CHARACTERS, GrammarKind
 from eyas.errors import UserError
+from eyas.grammar.compile import MOST_CHARACTERS, GrammarKind
 
 MAX_ITEMS = 10_000
 MAX_ITEMS_TOGETHER = 40_000

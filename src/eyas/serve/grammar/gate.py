@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
-from eyas.engine.grammar.compile import GrammarKind, TokenizerData
 from eyas.freed_memory import give_back
+from eyas.grammar.compile import GrammarKind, TokenizerData
 from eyas.serve.grammar.worker import Outcome
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.engine.grammar.compile import MOST_CHARACTERS, GrammarKind
-from eyas.engine.grammar.llguidance import LlGuidance, LlGuidanceGrammar, tokenizer_data
 from eyas.errors import UserError
 from eyas.freed_memory import give_back
+from eyas.grammar.compile import MOST_CHARACTERS, GrammarKind
+from eyas.grammar.llguidance import LlGuidance, LlGuidanceGrammar, tokenizer_data
 from eyas.serve.api_error import ApiError
 from eyas.serve.grammar.gate import GrammarGate, GrammarVerdict
 from eyas.serve.grammar.worker import JOB_BYTES, JOB_CPU_SECONDS

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from eyas.engine.grammar.compile import GrammarKind, TokenizerData, compile_matcher
 from eyas.errors import UserError
 from eyas.freed_memory import give_back
+from eyas.grammar.compile import GrammarKind, TokenizerData, compile_matcher
 from eyas.serve.grammar.bounds import check_bounds
 
 Outcome = Literal["ok", "invalid", "time", "memory", "crash", "busy"]

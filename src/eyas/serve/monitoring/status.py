@@ -111,14 +111,13 @@ STATUS_SCHEMA: dict[str, Any] = {
         },
         "lookups_by_requests": {
             "type": "object",
-            "description": "On a GPU, by requests of a step up to so many: whether suffix drafts are looked up.",
+            "description": "By requests of a step, up to so many: whether suffix drafts are looked up.",
             "additionalProperties": {
                 "type": "object",
                 "properties": {
-                    "looked_up": {"type": ["boolean", "null"], "description": "null: not decided yet."},
-                    "tokens_per_second": {"type": "number", "description": "Of steps with look-ups."},
-                    "tokens_per_second_without": {"type": "number"},
-                    "rounds": {"type": "array", "items": {"type": "integer"}, "description": "Steps of either kind."},
+                    "looked_up": {"type": "boolean"},
+                    "seconds": {"type": "number", "description": "Of steps, as they would be without drafts."},
+                    "seconds_saved": {"type": "number", "description": "By look-ups, less what these took."},
                 },
             },
         },

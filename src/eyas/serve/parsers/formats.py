@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from eyas.engine.grammar.compile import ON_ONE_LINE
+from eyas.grammar.compile import ON_ONE_LINE
 from eyas.serve.parsers.base import ToolParser
 from eyas.serve.protocol.completions import Tool
 

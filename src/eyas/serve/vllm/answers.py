@@ -45,7 +45,7 @@ class AnswerStream:
         if self._last is not None:
             return None
         seq, tokens = self._seq, [int(token) for token in choice.get("token_ids") or ()]
-        stop = self._processor.check_stop(seq, tokens, seq.limit)
+        stop = self._processor.check_stop(seq, tokens)
         if stop.finished is None and (reason := choice.get("finish_reason")) is not None:
             if reason in ("abort", "error"):
                 raise EngineError(f"vLLM ended the answer: {reason}")
@@ -67,8 +67,7 @@ class AnswerStream:
             )
         self._processor.add(seq, stop, drafted=0, accepted=0, logprobs=logprobs, prompt_logprobs=told)
         seq.tokens += stop.tokens
-        self._processor.process()
-        (delta,) = self._processor.take()
+        (delta,) = self._processor.process()
         if self._first is not None and 1 < len(delta.tokens) <= self._max_depth + 1:
             delta.depths = (*range(1, len(tokens)), 0)[: len(delta.tokens)]
         else:

@@ -6,11 +6,11 @@ Nothing is left out silently. What vLLM would ignore or change without a word is
 import json
 from typing import Any
 
-from eyas.engine.grammar.after_reasoning import AfterReasoningGrammar
-from eyas.engine.grammar.base import Grammar
-from eyas.engine.grammar.compile import ON_ONE_LINE
-from eyas.engine.grammar.llguidance import LlGuidanceGrammar
+from eyas.engine.grammar import Grammar
 from eyas.engine.request import Request, Speculation
+from eyas.grammar.after_reasoning import AfterReasoningGrammar
+from eyas.grammar.compile import ON_ONE_LINE
+from eyas.grammar.llguidance import LlGuidanceGrammar
 from eyas.serve.api_error import ApiError
 from eyas.serve.vllm.version import SEAM
 

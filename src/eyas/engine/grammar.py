@@ -3,18 +3,13 @@
 A `Grammar` never changes and may serve many requests; a `GrammarMatcher` is one request's way through it. What a walk
 says depends on the tokens it is asked about and on nothing else, so drafts, their rejection, preemption and the company
 of other requests cannot show: the token of a position is still a function of the target's distribution there, with what
-the grammar forbids taken out (`verify.choose`).
-
-A draft that the grammar forbids can never be the target's token, so verifying it would be waste: `filter_by_grammar`
-takes it out.
+the grammar forbids taken out (`runner/slot_sampling.py`).
 
 Shapes: V target vocabulary.
 """
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
-
-from eyas.engine.speculation.draft import Draft
 
 if TYPE_CHECKING:  # requests hold a grammar, and bookkeeping must not import torch
     from torch import Tensor
@@ -49,14 +44,3 @@ class Grammar(Protocol):
     def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> GrammarMatcher:
         """A way through it for a request whose answer begins behind so many tokens and ends with one of these."""
         ...
-
-
-def filter_by_grammar(draft: Draft, matcher: GrammarMatcher, tokens: Sequence[int]) -> Draft:
-    """The drafts that the grammar allows behind these tokens, with all that lead to them."""
-    kept = [-1]
-    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        if parent in kept:
-            mask_V = matcher.mask(tokens, draft.tokens_to(parent))
-            if mask_V is not None and bool(mask_V[token]):
-                kept.append(node)
-    return draft.only(kept[1:])

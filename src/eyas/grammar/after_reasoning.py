@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from eyas.engine.grammar.base import Grammar, GrammarMatcher
+from eyas.engine.grammar import Grammar, GrammarMatcher
 
 
 class AfterReasoningGrammar:

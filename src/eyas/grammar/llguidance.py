@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eyas.engine.grammar.compile import GrammarKind, TokenizerData, compile_matcher, why_stopped
 from eyas.errors import UserError
+from eyas.grammar.compile import GrammarKind, TokenizerData, compile_matcher, why_stopped
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -1,1 +1,0 @@
-"""Answers that keep to a grammar."""
