@@ -174,9 +174,9 @@ class Benchmark:
         ours.begin()
         runs: list[Json] = []
         others: list[Json] = []
-        for number in range(arguments.rounds):
+        for coins in range(arguments.rounds):
             prompts = self._prompts(users)
-            runs.append(ours.answer(prompts, first_seed=number * users))
+            runs.append(ours.answer(prompts, first_seed=coins * users))
             if vllm is not None:
                 others.append(vllm.answer(prompts, users=users, max_tokens=arguments.new))
         context = arguments.prompt + arguments.new / 2
