@@ -141,9 +141,10 @@ class ServerAnswerer:
                     return
                 self._runner.run(self._wait() if full and self._done.empty() else asyncio.sleep(0))
                 yield from self._finished()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            # Python 3.11 and 3.12 leave it at the second where the signal meets the start of a task.
             yield from self._finished()
-            raise
+            raise KeyboardInterrupt from None
         finally:
             self._runner.run(self._cancel())
 
