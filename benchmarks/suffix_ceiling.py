@@ -33,7 +33,7 @@ from engine_speed import OFF, read_drafter, read_prompts, requests_of
 
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.proposer import DraftPlan, NoProposer
+from eyas.engine.proposer import DraftPlan, Proposer
 from eyas.engine.request import SequenceState, Speculation
 from eyas.engine.runner.device_queue import ImmediateQueue, RoundDevice
 from eyas.engine.runner.graph_capture import GraphCapture
@@ -225,7 +225,7 @@ def _right(drafts: Iterable[int], came: Sequence[int]) -> int:
     return count
 
 
-class Drafts(NoProposer):
+class Drafts(Proposer):
     """Drafts without sense, as many as it is told, for passes of the target that are to be timed."""
 
     def __init__(self, engine: Engine) -> None:

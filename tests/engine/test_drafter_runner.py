@@ -17,6 +17,7 @@ from eyas.engine.runner.round_passes import RoundPasses
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING
 from eyas.engine.runner.slot_sampling import SlotSampling
+from eyas.plan.footprint import ring_length
 from tiny import drafter_config, random_drafter
 
 PAGE, BLOCKS, DEPTH, LENGTHS = 8, 16, 3, (75, 41)
@@ -33,7 +34,12 @@ def read_in(drafter: Drafter, kind: type[RoundPasses], parts: Sequence[int], *, 
     runner = DrafterRunner(drafter, KVCache(blocks=len(LENGTHS) * BLOCKS, block_size=PAGE))
     slots, most = len(LENGTHS), max(LENGTHS)
     state = RoundState(
-        slots=slots, blocks=BLOCKS, max_depth=DEPTH, like_X=torch.zeros(width), device=CPU, waiting=most + 1
+        slots=slots,
+        blocks=BLOCKS,
+        max_depth=DEPTH,
+        like_X=torch.zeros(width),
+        device=CPU,
+        ring=ring_length(DEPTH, most + 1),
     )
     assert state.states_SLX is not None
     for slot, length in enumerate(LENGTHS):

@@ -13,10 +13,10 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
 from eyas.engine.request import FinishReason, Request, Speculation
-from eyas.engine.runner import round_runner
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.draft import MOST_IN_CHAIN, Tree
 from eyas.errors import UserError
+from eyas.plan import footprint
 from eyas.plan.shapes import CHAIN
 from eyas.sampling import Sampling, probabilities
 from eyas.target.model import Target
@@ -426,7 +426,7 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not patient:
-        monkeypatch.setattr(round_runner, "PATIENCE_BYTES", 0)  # a lump of states, then
+        monkeypatch.setattr(footprint, "PATIENCE_BYTES", 0)  # a lump of states, then
     engine = Engine(target, tiny_drafter, config=options(max_model_len=256))
     monkeypatch.setattr(
         engine.controller,

@@ -58,7 +58,7 @@ def step(made: Scheduler, wanted: Mapping[int, int] | None = None, *, accept: in
     for row in plan.rows:
         accepted = min(accept, row.drafts)
         made.commit(row.seq, read=row.count + accepted, new_tokens=[7] * (accepted + 1) if row.samples else [])
-        if len(row.seq.tokens) == made.limit(row.seq):
+        if len(row.seq.tokens) == row.seq.limit:
             made.finish(row.seq, FinishReason.LENGTH)
     made.check()
     return plan
@@ -120,7 +120,7 @@ def test_a_request_reads_its_prompt_then_decodes_to_its_limit() -> None:
 def test_the_longest_context_ends_an_answer_before_its_own_limit() -> None:
     made = scheduler(max_model_len=8)
     (one,) = added(made, seq(0, 5, new=50))
-    assert made.limit(one) == 8
+    assert one.limit == 8
     finish_all(made)
     assert len(one.tokens) == 8
 

@@ -290,4 +290,6 @@ def test_a_gpu_is_planned_for_as_it_is_served() -> None:
     served = EngineConfig(max_num_seqs=16, max_model_len=8192, suffix=SuffixConfig())
     planned = deployment("llama-3.3-70b", cards=2).room
     assert planned == served.room(torch.device("cuda"), 8192)
-    assert planned.ring > replace(served, suffix=None).room(torch.device("cuda"), 8192).ring
+    assert planned.ring(1, padded=True) > replace(served, suffix=None).room(torch.device("cuda"), 8192).ring(
+        1, padded=True
+    )

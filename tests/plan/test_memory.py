@@ -261,13 +261,14 @@ def test_the_built_in_configuration_is_that_of_the_default_target(default_target
             assert true[key] == value, key
 
 
-def test_what_rounds_share_is_planned(pair: tuple[Target, Drafter]) -> None:
+@pytest.mark.parametrize("padded", [True, False], ids=["captured", "exact"])
+def test_what_rounds_share_is_planned(pair: tuple[Target, Drafter], padded: bool) -> None:
     target, drafter = pair
-    device = RoundDevice(capture=GraphCapture(device=target.device), queue=ImmediateQueue())
+    device = RoundDevice(capture=GraphCapture(device=target.device, enabled=padded), queue=ImmediateQueue())
     engine = Engine(target, drafter, config=OPTIONS, device=device)
     states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     vocabulary = target.facts.vocab_size
-    planned = recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4)
+    planned = recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4, padded=padded)
     assert engine.core.runner.bytes == pytest.approx(planned, rel=0.02)
 
 

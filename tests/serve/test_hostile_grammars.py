@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from each import each
-from eyas.engine.grammar import compile as compile_module
+from eyas.grammar import compile as compile_module
 from eyas.serve.grammar import structured_outputs
 from eyas.serve.grammar.gate import GrammarVerdict
 from serve.test_structured import schema_format

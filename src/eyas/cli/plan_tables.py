@@ -77,7 +77,7 @@ def _memory(record: Record) -> "Table":
         how = f"{asked['users']} users x {asked['context']:,} tokens x {memory[key] / 1024:,.1f} KiB{kind}"
         how += f": {said[key]}" if key in said else ""
         table.add_row(what, size(tokens * memory[key]), how)
-    table.add_row("CUDA graphs", size(memory["recorded"]), said.get("recorded", "none"))
+    table.add_row("buffers of steps", size(memory["recorded"]), said["recorded"])
     table.add_row("activations", size(memory["working"]), said["working"])
     table.add_row("runtime", size(memory["runtime"]), said.get("runtime", "none"))
     table.add_row("together", size(memory["needed"]), f"of {size(memory['usable'])}: {said['needed']}", style="bold")

@@ -202,14 +202,16 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         element=element,
         recorded=on_gpu and options.graphs,
     )
-    recorded = recorded_bytes(vocab_size=target.facts.vocab_size, states=states, room=room, element=element)
+    recorded = recorded_bytes(
+        vocab_size=target.facts.vocab_size, states=states - hidden, room=room, element=element, padded=on_gpu
+    )
     return Footprint(
         weights=weight_bytes(target.model),
         drafter=0 if drafter is None else weight_bytes(drafter, beside=target.model),
         token=trial.bytes_per_block // options.block_size + hidden * element,
         drafter_token=drafter_token,
         working=working,
-        recorded=recorded if on_gpu and options.graphs else 0,
+        recorded=recorded,
     )
 
 

@@ -251,3 +251,8 @@ class SequenceState:
     def new_tokens(self) -> int:
         """How many tokens were chosen so far."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Tokens the target has not read yet. With 1 the request decodes, with more it reads (again, if preempted)."""
+        return len(self.tokens) - self.target_length

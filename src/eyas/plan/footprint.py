@@ -19,6 +19,10 @@ from eyas.plan.shapes import CAPTURED_TREE_ROWS, CAPTURED_TREES
 CUDA_RUNTIME = 640 * 2**20
 """What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
 FLOAT32 = 4
+LUMP = 64
+"""States of a request that are worth a pass of their own."""
+PATIENCE_BYTES = 2**26
+"""States that may wait for the drafter of all requests together on a CPU, or up to twice as much."""
 LONGEST_CHUNK = 8192
 """Tokens of prompts above which a pass over them is not captured: there is more to compute than to launch."""
 
@@ -47,10 +51,16 @@ class Room:
         """The most rows of a captured step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
-    @property
-    def ring(self) -> int:
-        """Positions of a request whose states can wait for the drafter."""
-        return ring_length(max(self.max_depth, self.max_offers))
+    def ring(self, state_bytes: int, *, padded: bool) -> int:
+        """Positions of a request whose states, of so many bytes each, can wait for the drafter.
+
+        Where passes are not padded, the drafter reads any number at once, and those of a request that ends before are
+        never read.
+        """
+        waiting = 0
+        if state_bytes and not padded:
+            waiting = max(LUMP, PATIENCE_BYTES // ((self.recorded_rows + 1) * state_bytes))
+        return ring_length(max(self.max_depth, self.max_offers), waiting)
 
     @property
     def recorded_tokens(self) -> int:
@@ -143,21 +153,22 @@ def working_bytes(
     return once * 2 if recorded else once
 
 
-def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) -> int:
-    """The memory that rounds on the device share: logits, float32 at worst, and a ring of auxiliary states by slot.
+def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int, padded: bool = True) -> int:
+    """The memory that rounds share: logits, float32 at worst, and a ring of auxiliary states by slot.
 
-    What else a slot holds, some numbers and a block table, is thousands of times less and not counted.
+    `padded` says that passes come in fixed shapes, as on a GPU. What else a slot holds, some numbers and a block table,
+    is thousands of times less and not counted.
     """
     logits = (max(room.recorded_tokens, room.recorded_rows) + 1) * vocab_size * FLOAT32
-    return logits + (room.recorded_rows + 1) * room.ring * states * element
+    return logits + (room.recorded_rows + 1) * room.ring(states * element, padded=padded) * states * element
 
 
-def ring_length(max_depth: int) -> int:
+def ring_length(max_depth: int, waiting: int = 0) -> int:
     """Positions of a request whose states can wait for the drafter, when drafts are so deep at most.
 
-    A power of 2: twice what a pass of the deepest draft writes fits.
+    A power of 2: twice what a pass of the deepest draft writes fits, and as many as are `waiting` at most.
     """
-    return 1 << (2 * max_depth + 2).bit_length()
+    return max(1 << (2 * max_depth + 2).bit_length(), 1 << (waiting - 1).bit_length() if waiting else 0)
 
 
 def drafter_token(drafter: DrafterShape, dtype: str, cards: int = 1) -> int:
@@ -192,13 +203,13 @@ def footprint(
         element=element,
         recorded=on_gpu,
     )
-    recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element)
+    recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element, padded=on_gpu)
     return Footprint(
         weights=target_bytes(decoder, quantisation, device=device, cards=cards),
         drafter=0 if drafter is None else drafter_bytes(drafter, quantisation, device=device, cards=cards),
         token=len(decoder.layers) * decoder.kv_width_on(cards) * kv_element(kv_cache_dtype, element),
         drafter_token=0 if drafter is None else drafter_token(drafter, kept, cards),
         working=working,
-        recorded=recorded if on_gpu else 0,
+        recorded=recorded,
         runtime=CUDA_RUNTIME if on_gpu else 0,
     )

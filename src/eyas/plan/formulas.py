@@ -70,12 +70,12 @@ def _room(forecast: Forecast) -> dict[str, str]:
         "longest_context": f"({left:,} bytes left / {deployment.users} users / ({block}) - 1) blocks x "
         f"{room.block_size} tokens" + ("" if decoder.context is None else f", at most {decoder.context:,}"),
     }
+    rows, tokens = room.recorded_rows, max(room.recorded_tokens, room.recorded_rows)
+    said["recorded"] = (
+        f"({tokens:,} + 1) tokens x {decoder.vocab_size:,} logits x {FLOAT32} bytes + ({rows:,} + 1) requests x "
+        f"{room.ring(states * element, padded=on_gpu)} positions x {states:,} of states x {element} bytes"
+    )
     if on_gpu:
-        rows, tokens = room.recorded_rows, max(room.recorded_tokens, room.recorded_rows)
-        said["recorded"] = (
-            f"({tokens:,} + 1) tokens x {decoder.vocab_size:,} logits x {FLOAT32} bytes + ({rows:,} + 1) requests x "
-            f"{room.ring} positions x {states:,} of states x {element} bytes"
-        )
         said["runtime"] = f"{CUDA_RUNTIME:,} bytes, assumed: context and libraries of the device"
     return said
 

@@ -3,7 +3,7 @@
     weights, drafter      what is loaded
     runtime               what the device's own libraries take before anything is loaded
     working               what a pass needs while it runs
-    recorded              what captured steps (CUDA graphs) keep for good
+    recorded              what steps keep for good: logits, and states that wait for the drafter
     blocks                 keys and values of requests; they get what is left, or what is granted
 
 A block holds `block_size` positions of one request in every layer of the target and, with it, of the drafter.

@@ -14,7 +14,7 @@ PARTS = {
     "weights": "weights of the target",
     "drafter": "weights of the drafter",
     "working": "activations of a pass",
-    "recorded": "CUDA graphs",
+    "recorded": "buffers of steps",
     "runtime": "runtime: context, kernels, workspaces",
     "left_for_kv_blocks": "left for KV blocks: the users' contexts",
 }

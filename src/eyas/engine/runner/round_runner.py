@@ -39,10 +39,6 @@ from eyas.plan.footprint import Room
 
 NOBODY = -1
 """The number of no stay and of no block table."""
-LUMP = 64
-"""States that are worth a pass of their own."""
-PATIENCE_BYTES = 2**26
-"""States that may wait of all requests together on a CPU, or up to twice as much."""
 
 
 class RoundRunner:
@@ -76,19 +72,16 @@ class RoundRunner:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
             like_X = torch.empty(width, dtype=model.dtype, device=place)
-        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded. The drafter reads any
-        # number of states at once there, and those of a request that ends before are never read.
-        exact, waiting = place.type == "cpu" and not self.capture.enabled, 0
-        if exact and like_X is not None:
-            waiting = max(LUMP, PATIENCE_BYTES // ((slots + 1) * like_X.nbytes))
+        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded.
+        exact = place.type == "cpu" and not self.capture.enabled
         self.state = RoundState(
             slots=slots,
             blocks=widest,
             max_depth=max(room.max_depth, room.max_offers),
+            ring=room.ring(0 if like_X is None else like_X.nbytes, padded=not exact),
             like_X=like_X,
             device=place,
             offers=room.max_offers > 0,
-            waiting=waiting,
         )
         self.sampling = SlotSampling(slots, vocab_size, place)
         chance = device.chance

@@ -61,13 +61,12 @@ class RoundState:
         max_depth: int,
         like_X: Tensor | None,
         device: torch.device,
+        ring: int = 0,
         offers: bool = False,
-        waiting: int = 0,
     ) -> None:
-        """With `offers` there is room for what the host looks up. States of so many positions can wait, or a few."""
+        """With `offers` there is room for what the host looks up. The `ring` is as told, or just long enough."""
         self.slots, self.nobody, self.blocks, self.max_depth = slots, slots, blocks, max_depth
-        self.ring = max(ring_length(max_depth), 1 << (waiting - 1).bit_length() if waiting else 0)
-        self.device = device
+        self.ring, self.device = ring or ring_length(max_depth), device
         sizes = {"length": 1, "drafted": 1, "limit": 1, "follows": 1, "tokens": self.ring, "table": blocks}
         self._arena = torch.zeros((slots + 1) * sum(sizes.values()), dtype=torch.int64, device=device)
         self._offsets: dict[str, tuple[int, int]] = {}
