@@ -39,6 +39,15 @@ def test_what_plain_steps_take_more_than_rehearsed_others_take_too() -> None:
     assert times.at(8, 0) == pytest.approx(1 + 7 / 15 + 0.3 + 0.7 * 7 / 15), "lateness of rows between lies between"
 
 
+def test_a_rehearsal_on_a_busy_machine_is_mended_by_larger_steps_and_by_the_first_plain_one() -> None:
+    late = timed(LINES | {(1, 0): 9.0, (1, 1): 7.0})
+    assert late.at(1, 0) == late.at(1, 1) == 2.0, "three deep took no longer"
+    late = timed({key: 4 * seconds for key, seconds in LINES.items()})
+    late.observe(1, 0, 1.0)
+    assert late.at(1, 0) == 1.0, "a step may be late, but never early"
+    assert late.at(1, 3) == pytest.approx(2.0), "all was late alike"
+
+
 def test_an_estimate_keeps_the_order_of_what_was_measured() -> None:
     times = timed(LINES, (1, 1, 3.0))
     assert times.at(1, 3) == 3.0, "no less than a shallower draft took: then the host sets the pace"

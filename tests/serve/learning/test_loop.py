@@ -228,7 +228,7 @@ def test_an_alarm_that_was_silent_before_the_swap_sends_the_drafter_back(
             if alarm == "drift":
                 monkeypatch.setattr(type(engine.drift), "firing", True)
             else:
-                engine.controller.acceptance.watch.collapsed = True
+                engine.controller.acceptance.collapsed = True
             await server.until(lambda status: status["state"] != "watching")
             assert f"the alarm {alarm} was raised" in server.story(1)["reason"]
 
@@ -264,7 +264,7 @@ def test_a_better_drafter_comes_without_a_baseline_where_the_one_at_work_has_col
             await server.ask(4)
             await server.loop.tick()
             assert server.loop.state == "ready", "nothing is known of the one at work yet"
-            server.client.engine.controller.acceptance.watch.collapsed = True
+            server.client.engine.controller.acceptance.collapsed = True
             await server.until(lambda status: status["state"] == "watching")
             server.loop.rounds.passes = LAST_LOOK
             status = await server.until(lambda status: status["state"] != "watching")

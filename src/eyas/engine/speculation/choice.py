@@ -29,6 +29,8 @@ class Purpose:
     """Why a step runs as it does; the controller's own note, which comes back to it with the step's report."""
 
     kind: Kind
+    at: int
+    """Number of the step it was chosen for first."""
     auto: int
     """Requests that leave their depth to the controller."""
     fixed: bool = False

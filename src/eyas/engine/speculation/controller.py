@@ -80,7 +80,7 @@ class Controller:
         self._alike: tuple[Arm, int] = (0, 0)
         """What the latest choices had in common, and how many there were."""
         self._debt = 0.0
-        """Seconds that the drafter took when it last caught up with what had waited."""
+        """Seconds that a step took more than usual when the drafter last caught up with what had waited."""
         self._resting = False
         self._depths: Counter[int] = Counter()
         self._in_trees = 0
@@ -115,14 +115,14 @@ class Controller:
         if self._resting and not auto:
             self._reason = "plain: hardly any draft was accepted, so the drafter follows nobody but for probes"
         if deep:
-            self.account.begin()
+            self.account.begin(self._steps)
         return Choice(
             depths=depths,
             shape=CHAIN if isinstance(arm, int) else arm,
             reason=self._reason,
             holds=self._holds(kind, arm, count, len(auto)),
             rests=self._resting,
-            purpose=Purpose(kind=kind, auto=len(auto), fixed=fixed > 0, backlog=backlog, rate=rate),
+            purpose=Purpose(kind=kind, at=self._steps, auto=len(auto), fixed=fixed > 0, backlog=backlog, rate=rate),
         )
 
     @property
@@ -136,7 +136,7 @@ class Controller:
 
     def _rests(self, *, drafts: bool) -> bool:
         """Whether the drafter need not read along: it has collapsed, and probes have found nothing for long."""
-        hopeless = PATIENCE * self.account.misses >= LOOK_EVERY
+        hopeless = PATIENCE * self.account.misses > LOOK_EVERY
         if drafts or not (self.acceptance.collapsed and hopeless):
             return False
         return self._resting or not self.account.in_spell
@@ -205,14 +205,15 @@ class Controller:
     def _look(self, count: int, best: Arm, rates: dict[Arm, float]) -> Arm | None:
         """What to run instead of the best for once, if it is time to."""
         bucket = self.costs.bucket(count)
-        if bucket not in self._looks:  # plain steps that are hardly known are soon timed
-            wait = LOOK_EVERY if self.costs.settled(count, 0) else PATIENCE
+        if bucket not in self._looks:  # all is compared with plain steps, so these are timed soon
+            wait = 1 if self.costs.measured(count, 0) is None else PATIENCE
+            wait = LOOK_EVERY if self.costs.settled(count, 0) else wait
             self._looks[bucket] = self._steps + wait, wait, True
         at, wait, plain = self._looks[bucket]
         if self._steps < at:
             return None
-        wait = min(wait + wait, LOOK_EVERY)
-        self._looks[bucket] = self._steps + wait, wait, not plain
+        wait = min(max(wait + wait, PATIENCE), LOOK_EVERY)
+        self._looks[bucket] = self._steps + wait, wait, not plain or self.costs.measured(count, 0) is None
         near = [arm for arm, rate in rates.items() if rate > NEARLY * rates[best] and arm != best]
         return 0 if plain else min(near, key=lambda arm: self.costs.last(count, arm), default=0)
 
@@ -247,24 +248,23 @@ class Controller:
         """Take the time of a step, and what its drafts have saved."""
         count = report.requests or len(choice.depths)
         arm: Arm = choice.shape if choice.shape.kind == "tree" else choice.depth
+        plain, more = self.costs.at(count, 0), report.catching_up
         if report.seconds is not None:
             self.account.total += report.seconds
-        self._debt = report.catching_up or self._debt
-        if report.seconds is not None:
-            known = self.costs.measured(count, arm) is not None
-            if choice.uniform and not (arm and purpose.backlog and known):
-                self.costs.observe(count, arm, report.seconds - report.thinking - report.catching_up)
-        if purpose.fixed:
+            seen, usual = report.seconds - report.thinking, self.costs.measured(count, arm)
+            if arm and purpose.backlog and usual is not None and plain is not None:
+                more = min(max(more, seen - usual), plain + more)  # a step may also be late for a reason of its own
+            elif choice.uniform:
+                self.costs.observe(count, arm, seen - more)
+        if arm and purpose.backlog:
+            self._debt = more
+        plain, seconds = self.costs.at(count, 0), self._seconds(count, min(purpose.auto, count), arm)
+        if purpose.fixed or plain is None:
             return
-        plain = self.costs.at(count, 0)
-        if not arm:
-            if purpose.kind == "plain" and plain is not None:
-                self.account.end(self._steps, plain)
-            return
-        seconds = self._seconds(count, min(purpose.auto, count), arm)
-        if plain is not None and seconds is not None:
-            saved = (count + report.accepted) / count * plain - seconds - report.catching_up
-            self.account.book(saved, plain)
+        if arm and seconds is not None:
+            self.account.book((count + report.accepted) / count * plain - seconds - more, plain)
+        elif not arm and purpose.kind == "plain" and purpose.at >= self.account.began:
+            self.account.end(self._steps, plain)
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended. Nothing is kept of single requests."""

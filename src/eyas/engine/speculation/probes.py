@@ -13,13 +13,13 @@ Savings are told from typical times and from drafts that really were accepted, s
 its own costs nothing here.
 """
 
-CREDIT = 2.5
+CREDIT = 2.2
 """Plain steps that may be lost in the beginning."""
 DRAWDOWN = 6.0
 """Plain steps beyond the account that a spell may lose although its drafts were accepted before."""
 AT_ONCE = 0.5
 """Part of the balance that one spell may lose: others will have to follow."""
-SHARE = 0.003
+SHARE = 0.004
 """Part of all time that may be lost later."""
 PUT_BY = 0.2
 """Part of the seconds saved that may be lost again."""
@@ -44,6 +44,8 @@ class Account:
         self.spells = 0
         self.misses = 0
         """Spells in a row that saved nothing."""
+        self.began = 0
+        """Step of the latest choice to draft."""
         self._spell: tuple[float, float] | None = None
         """Seconds that the spell under way has saved, and the most it had saved."""
         self._due = 0
@@ -79,9 +81,9 @@ class Account:
     def _balance(self, plain: float) -> float:
         return CREDIT * plain + SHARE * self.total - self.lost
 
-    def begin(self) -> None:
+    def begin(self, now: int = 0) -> None:
         """Drafts are about to be made."""
-        self._spell = self._spell or (0.0, 0.0)
+        self._spell, self.began = self._spell or (0.0, 0.0), now
 
     def book(self, saved: float, plain: float) -> None:
         """Take what a step with drafts has saved."""
@@ -94,7 +96,7 @@ class Account:
         self.saved += saved
 
     def end(self, now: int, plain: float) -> None:
-        """A plain step was observed: the drafts before it have all been booked."""
+        """A plain step that was chosen behind them was observed: the drafts have all been booked."""
         if self._spell is None:
             return
         saved, best = self._spell

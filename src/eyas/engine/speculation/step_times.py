@@ -3,7 +3,7 @@
     measured    the lower median of the latest times of steps with as many rows that drafted alike: single steps are
                 late, none is early. Drafts that were not made for long are forgotten
     rehearsed   before there are two times: what the rehearsal says, between its rows and depths by lines, moved by as
-                much as plain steps took more than rehearsed
+                much as plain steps took more than rehearsed, or scaled to what they took less
     in order    an estimate is never below what a shallower draft was measured to take, nor above what a deeper one did
 
 Estimates of what was not measured are meant to be too low rather than too high: who is chosen by mistake is measured
@@ -42,8 +42,11 @@ class StepTimes:
         """Rows and seconds, in order."""
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
-        """Take the times of a rehearsal."""
-        for (rows, arm), seconds in sorted(rehearsal.steps.items(), key=lambda item: item[0][0]):
+        """Take the times of a rehearsal. What took longer than more rows or deeper drafts did was late."""
+        for (rows, arm), seconds in rehearsal.steps.items():
+            if isinstance(arm, int):
+                larger = [(at, deep) for at, deep in rehearsal.steps if at >= rows and isinstance(deep, int)]
+                seconds = min(rehearsal.steps[at, deep] for at, deep in larger if deep >= arm)
             known = dict(self._rehearsed.get(arm, ())) | {rows: seconds}
             self._rehearsed[arm] = sorted(known.items())
 
@@ -56,13 +59,14 @@ class StepTimes:
         times.append(seconds)
         self._observed += 1
         self._at[key] = self._observed
-        if len(times) > 1 or key in self._measured or (arm and not self._rehearsed):
+        early = arm == 0 and seconds < (self._base(*key) or 0.0)
+        if len(times) > 1 or key in self._measured or early or (arm and not self._rehearsed):
             self._measured[key] = median_low(times)
         for old in [old for old in self._measured if old[1] and self._observed - self._at[old] > MEMORY]:
             del self._measured[old], self._times[old], self._at[old]
 
     def measured(self, rows: int, arm: Arm) -> float | None:
-        """Typical time of such steps, if there were two."""
+        """Typical time of such steps, if there were two, or a plain one that took less than rehearsed."""
         return self._measured.get((self.bucket(rows), arm))
 
     def settled(self, rows: int, arm: Arm) -> bool:
@@ -83,10 +87,10 @@ class StepTimes:
             return min(known, self._between(rows, arm) or known) if isinstance(arm, int) else known
         if not self._rehearsed:
             return self._between(rows, arm) if isinstance(arm, int) else None
-        base = self._base(rows, arm)
-        if base is None:
+        base, plain, late = self._base(rows, arm), self._base(rows, 0), self._late(rows)
+        if base is None or plain is None:
             return None
-        base += self._late(rows)
+        base = base + late if late > 0 else base * (plain + late) / plain
         if isinstance(arm, int):
             here = [(depth, seconds) for (at, depth), seconds in self._measured.items() if at == rows and depth]
             base = max([base, *(seconds for depth, seconds in here if isinstance(depth, int) and 0 < depth < arm)])
@@ -107,7 +111,7 @@ class StepTimes:
         if points or not isinstance(arm, int):
             return _along(points, rows) if points else None
         lines = sorted((depth, line) for depth, line in self._rehearsed.items() if isinstance(depth, int))
-        return _along([(depth, _along(line, rows)) for depth, line in lines], arm)
+        return _along([(depth, _along(line, rows)) for depth, line in lines], arm) if lines else None
 
     def _late(self, rows: int) -> float:
         """Seconds that plain steps take more than rehearsed."""
