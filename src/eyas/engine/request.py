@@ -18,7 +18,6 @@ from eyas.errors import UserError
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
     from eyas.engine.grammar import Grammar, GrammarMatcher
     from eyas.engine.logprobs import TokenLogprobs
-    from eyas.engine.runner.sampling_needs import Needs
     from eyas.sampling import Sampling
 
 MOST_LOGPROBS = 20
@@ -210,8 +209,6 @@ class SequenceState:
     """Of the prompt's tokens from the second on, as far as they were read; only if the request asks for them."""
     matcher: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
-    needs: "Needs | None" = field(init=False, default=None)
-    """What it asks of the sampler; the sampler's own note, made when it gets a slot."""
     speculates: bool = field(init=False)
     """Whether the drafter follows it."""
     is_ordinary: bool = field(init=False)

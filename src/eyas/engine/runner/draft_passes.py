@@ -3,12 +3,18 @@
 Shapes: N tokens, M of them, S rows of auxiliary states, X concatenated auxiliary states, D drafter hidden, R rows.
 """
 
-from torch import Tensor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 
 from eyas.drafter.attention import Attend, KeysAndValues
-from eyas.drafter.model import DepthOutput, Drafter
+from eyas.drafter.model import Attention, DepthOutput, Drafter, FirstLayer
 from eyas.engine.kv_cache.cache import KVCache, PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata
+from eyas.kernels.elementwise import FusedNorm
+from eyas.kernels.llama.block import Product, join
+from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.eagle import ChainsOutput
 
 
@@ -62,3 +68,61 @@ class DraftPasses:
         `attend` is of the slots in which the first of them are read; there are blocks for all.
         """
         return None
+
+
+class NotEagleError(Exception):
+    """A drafter has no fused pass; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EagleParts:
+    """What a drafter of one plain layer multiplies by: linears that read the same are one product."""
+
+    layer: FirstLayer
+    fc: Product
+    qkv: Product
+    kv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    qk_norm: FusedNorm | None
+    """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
+    sizes: LlamaSizes
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "EagleParts":
+        """`NotEagleError` where it is another kind of drafter."""
+        config, layer, qk_norm = drafter.config, drafter.layers[0], None
+        if len(drafter.layers) > 1:
+            raise NotEagleError(f"it has {len(drafter.layers)} layers")
+        if not isinstance(layer, FirstLayer):
+            raise NotEagleError("it is an EAGLE-1 drafter, for which there is no fused pass")
+        attention, mlp = layer.self_attn, layer.mlp
+        if not isinstance(attention, Attention):
+            raise NotEagleError("its attention is latent (MLA), for which there is no fused pass")
+        heads, keys, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = (attention.q_norm, heads), (attention.k_norm, keys)
+            weight_BK = torch.cat([norm.weight.detach().expand(count, -1) for norm, count in norms])
+            qk_norm = FusedNorm(weight_BK, config.rms_norm_eps)
+        return cls(
+            layer=layer,
+            fc=_product_of(drafter.fc),
+            qkv=_product_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            kv=_product_of(attention.k_proj, attention.v_proj),
+            output=_product_of(attention.o_proj),
+            gate_up=_product_of(mlp.gate_proj, mlp.up_proj),
+            down=_product_of(mlp.down_proj),
+            qk_norm=qk_norm,
+            sizes=LlamaSizes(
+                heads=heads, key_heads=keys, head_dim=size, rotary_dim=size, intermediate=config.intermediate_size
+            ),
+        )
+
+
+def _product_of(*linears: nn.Module) -> Product:
+    """One product for linears that read the same."""
+    product = join(linears)
+    if product is None:
+        raise NotEagleError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")
+    return product

@@ -15,6 +15,7 @@ Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q
 from collections.abc import Sequence
 from functools import reduce
 from itertools import repeat
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class SlotSampling:
         self._tables = SlotTables(slots, vocab_size, device)
         self._vocab_size = vocab_size
         self._index_V = torch.arange(vocab_size, device=device)
+        self._needs: WeakKeyDictionary[SequenceState, Needs] = WeakKeyDictionary()
+        """Of requests that have had a slot."""
 
     def admit(self, slots: Sequence[int], seqs: Sequence[SequenceState]) -> Send:
         """Give slots to requests. What the host knows is read now; the returned function copies it to the device.
@@ -47,7 +50,7 @@ class SlotSampling:
         The tokens of a request at this time are those that penalties count; `note` adds the later ones.
         """
         for seq in seqs:
-            seq.needs = sampling_needs(seq, self._vocab_size)
+            self._needs[seq] = sampling_needs(seq, self._vocab_size)
         return self._tables.admit(slots, seqs)
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
@@ -57,10 +60,9 @@ class SlotSampling:
         return reduce(Needs.__or__, found.values(), NOTHING)
 
     def _needs_of(self, seq: SequenceState) -> Needs:
-        assert seq.needs is not None
-        if seq.needs.early:
-            seq.needs = sampling_needs(seq, self._vocab_size)
-        return seq.needs
+        if self._needs[seq].early:
+            self._needs[seq] = sampling_needs(seq, self._vocab_size)
+        return self._needs[seq]
 
     def choose(
         self,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from eyas.drafter.attention import Attend
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache, PagedAttention
-from eyas.engine.runner.draft_passes import DraftPasses
-from eyas.engine.runner.fused_drafter import EagleParts, NotEagleError
+from eyas.engine.runner.draft_passes import DraftPasses, EagleParts, NotEagleError
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.w8a8_linear import rows_kept
