@@ -46,6 +46,7 @@ def run_cells() -> Iterator[Cell]:
     """All of them."""
     yield from cells.host_cells(rehearsed=False)
     yield from cells.host_cells(rehearsed=True)
+    yield from cells.late_cells()
     yield from cells.device_cells()
     yield from cells.short_cells()
     yield from cells.tree_cells()

@@ -3,6 +3,7 @@
     host     seven machines without captured passes, four acceptances, 1, 4 and 16 users: 84 cells, each from nothing
              and again behind a rehearsal
     device   three devices with captured passes and a step in flight, three acceptances, 1, 16, 64 and 256 users
+    late     two x86 cores, behind a rehearsal beside which another process ran
     short    requests of 32 to 256 tokens by a fresh controller behind a rehearsal
 
 A cell's speed is told in parts of plain decoding, and of the best fixed depth.
@@ -17,6 +18,7 @@ from engine import simulated as host
 from engine import simulated_device as device
 from engine.simulated_device import SHAPES, Device, Fixed, serve_on
 from eyas.engine.speculation.controller import Controller
+from eyas.engine.speculation.step_report import Rehearsal
 
 MACHINES = {
     "cpu": host.CPU,
@@ -88,6 +90,35 @@ def host_cells(make: Make = new, *, rehearsed: bool, seeds: int = 1) -> Iterator
                     acceptance=acceptance,
                     of_plain=mean(run.rate() for run in runs) / plain,
                     of_best=mean(run.rate(150) for run in runs) / best,
+                )
+
+
+def late_cells(make: Make = new, *, seeds: int = 4) -> Iterator[Cell]:
+    """The first 320 steps; all, plain steps alone, or those of one user took four times as long when rehearsed."""
+    machine = host.TWO_X86_CORES
+    rehearsed = machine.rehearsal().steps
+    for name, is_late in (
+        ("all late", lambda rows, arm: True),
+        ("plain late", lambda rows, arm: arm == 0),
+        ("few late", lambda rows, arm: rows == 1),
+    ):
+        steps = {key: seconds * (4 if is_late(*key) else 1) for key, seconds in rehearsed.items()}
+        for users in (1, 4, 16):
+            for acceptance in ("random", "good"):
+                profile, runs = PROFILES[acceptance], []
+                for seed in range(seeds):
+                    controller = make()
+                    controller.rehearse(Rehearsal(steps=steps))
+                    runs.append(host.serve(controller, machine, profile, users=users, steps=320, seed=seed))
+                plain = host.plain_rate(machine, users)
+                yield Cell(
+                    kind="late rehearsal",
+                    name=name,
+                    users=users,
+                    acceptance=acceptance,
+                    of_plain=mean(run.rate() for run in runs) / plain,
+                    of_best=mean(run.rate() for run in runs)
+                    / max(plain, host.best_rate(machine, profile, users=users)),
                 )
 
 

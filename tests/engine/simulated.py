@@ -98,6 +98,12 @@ TWO_CORES = Machine(
     deepen=lambda count: 3.7e-3 + 1.6e-4 * count,
 )
 """SmolLM2 and the drafter that comes with eyas, as the controller saw them on two Neoverse-N1 cores."""
+TWO_X86_CORES = Machine(
+    verify=through((1, 7), (2, 8), (4, 9), (8, 12), (16, 20), (32, 33), (64, 60), (128, 112)),
+    read=lambda count: 3.4e-3 + 1.5e-4 * count,
+    deepen=lambda count: 3.4e-3 + 1.5e-4 * count,
+)
+"""The same on two x86 cores: drafts pay for one user, and no more for four."""
 GPU = Machine(
     verify=through((1, 4.9), (64, 4.9), (512, 14)),
     read=lambda count: 5e-4 + 5e-7 * count,

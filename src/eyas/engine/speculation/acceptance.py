@@ -30,7 +30,7 @@ RECENT = 24
 """Rounds that are held against the estimate."""
 SURPRISE = 4.0
 """Standard errors that they may lie off."""
-TREE_EXTRA, TREE_DOUBT = 0.3, 5.0
+TREE_EXTRA, TREE_DOUBT = 0.2, 2.5
 """Extra drafts of trees that nobody has grown yet, and rounds that this guess weighs."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from eyas.plan.shapes import CAPTURED_TREE_ROWS, Shape
 
-DEEP_ROWS, SHALLOW = 64, 3
+DEEP_ROWS, SHALLOW = 64, 5
 """Requests up to which all depths are captured, and the deepest draft of more: they fill a pass with fewer each."""
 OFFERED_ROWS = 4
 """Requests up to which drafts that the host looks up may be deeper than the drafter's."""

@@ -149,6 +149,8 @@ class Controller:
         if plain is None:
             return "plain", 0, 0.0, "plain: not enough steps have been timed yet"
         offers = {arm: s for arm in self._arms(count, fixed) if (s := self._seconds(count, auto, arm)) is not None}
+        for arm in offers:  # a tree is a chain and more
+            offers[arm] = offers[arm] if isinstance(arm, int) else max(offers[arm], offers.get(arm.depth, 0.0))
         rates = {arm: (count + auto * self.acceptance.gain(arm)) / s for arm, s in offers.items()}
         left, usual = self.account.left(plain) - debt, count / plain
         if self.account.overdrawn:
