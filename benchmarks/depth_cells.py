@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from engine import depth_cells as cells
 from engine.depth_cells import Cell
 
+from eyas.engine.speculation.choice import Purpose
+
 PACKAGE = "eyas.engine.speculation"
 MECHANISMS = {
     "looks": lambda: patch(f"{PACKAGE}.controller.Controller._look", lambda *_: None),
@@ -38,6 +40,11 @@ MECHANISMS = {
     "parts of the balance": lambda: patch(f"{PACKAGE}.probes.AT_ONCE", 1.0),
     "early steps": lambda: patch(f"{PACKAGE}.step_times.EARLY", 0.0),
     "old times dropped": lambda: patch(f"{PACKAGE}.step_times.MEMORY", inf),
+    "lateness of plain steps": lambda: patch(f"{PACKAGE}.step_times.StepTimes._late", lambda *_: 0.0),
+    "larger rehearsed steps": lambda: patch(f"{PACKAGE}.step_times._mended", lambda steps, rows, arm: steps[rows, arm]),
+    "charge for reading": lambda: patch(
+        f"{PACKAGE}.controller.Purpose", lambda **given: Purpose(**given | {"backlog": False})
+    ),
     "trees": lambda: patch.object(cells.device, "WITH_TREES", cells.SHAPES),
 }
 

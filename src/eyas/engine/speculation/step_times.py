@@ -14,7 +14,7 @@ Invariant: where nothing is known of plain steps or of any draft the answer is N
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median_low
 
@@ -43,11 +43,8 @@ class StepTimes:
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
         """Take the times of a rehearsal. What took longer than more rows or deeper drafts did was late."""
-        for (rows, arm), seconds in rehearsal.steps.items():
-            if isinstance(arm, int):
-                larger = [(at, deep) for at, deep in rehearsal.steps if at >= rows and isinstance(deep, int)]
-                seconds = min(rehearsal.steps[at, deep] for at, deep in larger if deep >= arm)
-            known = dict(self._rehearsed.get(arm, ())) | {rows: seconds}
+        for rows, arm in rehearsal.steps:
+            known = dict(self._rehearsed.get(arm, ())) | {rows: _mended(rehearsal.steps, rows, arm)}
             self._rehearsed[arm] = sorted(known.items())
 
     def observe(self, rows: int, arm: Arm, seconds: float) -> None:
@@ -149,6 +146,14 @@ def level(points: Sequence[tuple[float, float]], count: float) -> float:
         return points[min(place, len(points) - 1)][1]
     (low, at_low), (high, at_high) = points[place - 1], points[place]
     return at_low + (at_high - at_low) * (count - low) / (high - low)
+
+
+def _mended(steps: Mapping[tuple[int, Arm], float], rows: int, arm: Arm) -> float:
+    """Seconds of a rehearsed step, or of a larger one that took less."""
+    if not isinstance(arm, int):
+        return steps[rows, arm]
+    chains = [(at, deep, seconds) for (at, deep), seconds in steps.items() if isinstance(deep, int)]
+    return min(seconds for at, deep, seconds in chains if at >= rows and deep >= arm)
 
 
 def _along(points: Sequence[tuple[int, float]], count: int) -> float:
