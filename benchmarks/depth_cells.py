@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from engine import depth_cells as cells
 from engine.depth_cells import Cell
-
 from eyas.engine.speculation.choice import Purpose
 
 PACKAGE = "eyas.engine.speculation"
