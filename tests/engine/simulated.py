@@ -17,7 +17,7 @@ from eyas.plan.shapes import CHAIN
 
 LUMP = 64
 MAX_DEPTH = 7
-REHEARSED_ROWS, REHEARSED_DEPTHS = (1, 4, 16), (0, 1, 3, 7)
+REHEARSED_ROWS, REHEARSED_DEPTHS, REHEARSED_TOKENS = (1, 4, 16), (0, 1, 3, 7), 64
 
 Mode = Literal["auto", "off", "fixed"]
 Seconds = Callable[[int], float]
@@ -78,6 +78,7 @@ class Machine:
                 (rows, depth): min(seen(rows, depth), seen(rows, depth))
                 for rows in REHEARSED_ROWS
                 for depth in REHEARSED_DEPTHS
+                if rows * (1 + depth) <= REHEARSED_TOKENS
             }
         )
 

@@ -51,7 +51,9 @@ REHEARSED_PROMPT = (0,) * 4
 REHEARSED_STEPS = 3
 """Of each size: the first of them tells nothing, since it takes longer than the others."""
 REHEARSED_ROWS, REHEARSED_DEPTHS = (1, 4, 16), (0, 1, 3, 7)
-"""Requests, and how deep they draft; steps of other sizes lie between these."""
+"""Requests, and how deep they draft; steps of other sizes lie between these, or on the line through them."""
+REHEARSED_TOKENS = 64
+"""Most that the target reads in a rehearsed step: larger ones keep everybody waiting for long, and seldom pay."""
 REHEARSAL_SECONDS = 1.0
 """Time after which no more requests are rehearsed than were."""
 MOST_PROMPT_LOGITS = 2**24
@@ -377,8 +379,8 @@ class Engine:
                 if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
                     break
                 for depth in sorted({min(depth, self.config.max_depth) for depth in REHEARSED_DEPTHS}):
-                    seconds = self._rehearse_steps(rows, depth)
-                    if seconds is not None:
+                    fits = rows * (1 + depth) <= REHEARSED_TOKENS
+                    if fits and (seconds := self._rehearse_steps(rows, depth)) is not None:
                         steps[rows, depth] = seconds
         finally:
             for seq in self.scheduler.requests:  # of a step that failed
