@@ -289,8 +289,6 @@ class Engine:
         for gone in [r for r in self.requests if r.left <= 0] + self.requests[users:]:
             if gone in self.requests:
                 self.requests.remove(gone)
-                if self.controller:
-                    self.controller.forget(gone.number)
         while len(self.requests) < users:
             self.numbers += 1
             mode, depth = self.mode(self.numbers)

@@ -268,9 +268,6 @@ class Controller:
         elif not arm and purpose.kind == "plain" and purpose.at >= self.account.began:
             self.account.end(self._steps, plain)
 
-    def forget(self, key: int) -> None:
-        """Drop a request that has ended. Nothing is kept of single requests."""
-
     def events(self) -> list[str]:
         """What an operator should know and has not been told."""
         return self.acceptance.take_events() + self.drift.take()

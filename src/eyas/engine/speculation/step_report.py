@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.draft import Candidates
@@ -62,16 +61,12 @@ class StepReport:
     """Instead of `rounds`, drafted and accepted of each chain."""
     draft_seconds: float = 0.0
     """Of the drafter's passes that drafted."""
-    tokens: int = 0
-    """New ones of all requests together."""
     depth: int = 0
     """Drafts of a row in the pass of those that decoded."""
     suffix_drafted: int = 0
     """Suffix drafts that were verified."""
     offers: Mapping[int, RoundOffer] = field(default_factory=dict)
     """Drafts that were looked up, by request."""
-    seqs: Sequence[Any] = ()
-    """Requests that the drafter drafted for."""
     ended: list[int] = field(default_factory=list)
     """Requests that ended with it."""
 
