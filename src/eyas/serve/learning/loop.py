@@ -242,14 +242,14 @@ class LearningLoop:
             except (OSError, UserError) as error:
                 logger.warning(f"what an adaptation made cannot be read: {error}")
                 objection = "what it made cannot be read"
+        if result.outcome == "better" and objection is None:
+            self._candidate = result
+        else:  # before anybody is told that it is over
+            await asyncio.to_thread(self._learner.clear)
         if objection is not None:
             self._schedule.settle("refused", objection, result)
         else:
             self._schedule.settle(result.outcome, result.reason, result)
-        if result.outcome == "better" and objection is None:
-            self._candidate = result
-        else:
-            await asyncio.to_thread(self._learner.clear)
         if result.outcome == "not_better":
             await self._note_learnt()
 
