@@ -3,9 +3,11 @@
     python benchmarks/first_requests.py                         the default target as shipped, 1, 4 and 16 users
     python benchmarks/first_requests.py --users 1 --rounds 5
 
-Every mode gets an engine of its own, made anew for each round, and the ways take turns, so that a machine's moods fall
-on all of them alike; figures are medians over rounds. The first requests count, and nothing ran before them but what an
-engine does on its own before it is ready (`ready` are its seconds).
+Every mode gets an engine of its own, made anew for each round. The engines take turns, a quarter of a second each, and
+the clock of those that wait stands still: a machine whose speed changes from second to second slows all of them alike.
+Figures are medians over rounds, ratios are of one round. The first requests count, and nothing ran before them but what
+an engine does on its own before it is ready (`ready` are its seconds). `first` is the speed of the first request's first
+half, in parts of the whole run's.
 
     shipped   the drafter as it is
     no record the drafter without its recorded acceptance, as a foreign one comes
@@ -15,6 +17,7 @@ engine does on its own before it is ready (`ready` are its seconds).
 import argparse
 import time
 from copy import copy
+from dataclasses import dataclass
 from statistics import median
 
 from engine_speed import read_drafter
@@ -40,29 +43,82 @@ QUESTIONS = (
     "Summarise the story of Romeo and Juliet.",
     "Why is the sky blue?",
 )
-Run = tuple[float, float]
-"""Tokens per second, and seconds until the engine was ready."""
+TURN = 0.25
+"""Seconds."""
 
 
-def measure(target: Target, drafter: Drafter | None, how: Speculation, *, users: int, count: int, tokens: int) -> Run:
-    """Tokens per second of the first requests of an engine, so many at a time, and the seconds until it was ready."""
-    began = time.perf_counter()
-    engine = Engine(target, drafter, config=EngineConfig(capture_ahead=True))
-    ready = time.perf_counter() - began
-    requests = iter(
-        Request(
-            prompt=tuple(target.encode_chat([{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}])),
-            sampling=Sampling(),
-            max_new_tokens=tokens,
-            seed=number,
-            speculation=how,
-        )
-        for number in range(count)
-    )
-    began = time.perf_counter()
-    named = ((0, request) for request in requests)
-    given = sum(len(output.tokens) for _, output in engine.serve(lambda: next(named, None), at_once=users))
-    return given / (time.perf_counter() - began), ready
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How fast an engine answered its first requests."""
+
+    speed: float
+    """Tokens per second."""
+    first: float
+    """Tokens per second in the beginning, as a part of that."""
+    ready: float
+    """Seconds until the engine was ready."""
+
+
+class PausingClock:
+    """Seconds that have passed while it ran."""
+
+    def __init__(self) -> None:
+        self._waited, self._paused = time.perf_counter(), 0.0
+
+    def __call__(self) -> float:
+        """Seconds so far, while it runs."""
+        return time.perf_counter() - self._waited
+
+    def pause(self) -> None:
+        """Stand still from now on."""
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Run again."""
+        self._waited += time.perf_counter() - self._paused
+
+
+class Server:
+    """An engine that answers its first requests, so many at a time."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, how: Speculation, *, users: int, count: int, tokens: int
+    ) -> None:
+        self._clock = PausingClock()
+        self._engine = Engine(target, drafter, config=EngineConfig(capture_ahead=True), clock=self._clock)
+        self._ready, self._users, self._tokens = self._clock(), users, list[float]()
+        self._requests = [
+            Request(
+                prompt=tuple(target.encode_chat([{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}])),
+                sampling=Sampling(),
+                max_new_tokens=tokens,
+                seed=number,
+                speculation=how,
+            )
+            for number in reversed(range(count))
+        ]
+        self._under_way = set[int]()
+        self._clock.pause()
+
+    def take_turn(self) -> bool:
+        """Answer for as long as a turn lasts; whether anything is left to do."""
+        self._clock.go_on()
+        until = self._clock() + TURN
+        while (self._requests or self._under_way) and self._clock() < until:
+            while self._requests and len(self._under_way) < self._users:
+                self._under_way.add(self._engine.submit(self._requests.pop()))
+            pieces = self._engine.step()
+            now = self._clock()
+            self._tokens += [now] * sum(len(piece.tokens) for piece in pieces)
+            self._under_way -= {piece.key for piece in pieces if piece.finished is not None}
+        self._clock.pause()
+        return bool(self._requests or self._under_way)
+
+    def run(self, first: int) -> Run:
+        """How fast it was, and how fast as long as it gave so many tokens."""
+        seconds = [moment - self._ready for moment in self._tokens]
+        speed = len(seconds) / seconds[-1]
+        return Run(speed=speed, first=first / seconds[first - 1] / speed, ready=self._ready)
 
 
 def main() -> None:
@@ -92,20 +148,34 @@ def main() -> None:
     if not wanted.no_random:
         ways["auto, random"] = read_drafter(name, target, random=True), Speculation()
     for users in wanted.users or (1, 4, 16):
-        runs: dict[str, list[Run]] = {way: [] for way in ways}
+        rounds = list[dict[str, Run]]()
         for _ in range(wanted.rounds):
-            for way, (drafter, how) in ways.items():
-                count = max(users, wanted.requests)
-                runs[way].append(measure(target, drafter, how, users=users, count=count, tokens=wanted.tokens))
-        speeds = {way: median(speed for speed, _ in each) for way, each in runs.items()}
-        best = max(speed for way, speed in speeds.items() if not way.startswith("auto"))
-        for way, speed in speeds.items():
-            ready = median(seconds for _, seconds in runs[way])
-            print(
-                f"{users:3d} users  {way:16s} {speed:7.1f} tokens/s  of plain {speed / speeds['plain']:.3f}  "
-                f"of best {speed / best:.3f}  ready {ready:.2f} s",
-                flush=True,
-            )
+            count = max(users, wanted.requests)
+            servers = {
+                way: Server(target, drafter, how, users=users, count=count, tokens=wanted.tokens)
+                for way, (drafter, how) in ways.items()
+            }
+            waiting = list(servers.values())
+            while waiting:
+                waiting = [server for server in waiting if server.take_turn()]
+            rounds.append({way: server.run(users * wanted.tokens // 2) for way, server in servers.items()})
+        print_table(users, rounds)
+
+
+def print_table(users: int, rounds: list[dict[str, Run]]) -> None:
+    """Medians over rounds; ratios are of runs of one round."""
+    speeds = {way: median(each[way].speed for each in rounds) for way in rounds[0]}
+    best = max((way for way in speeds if not way.startswith("auto")), key=lambda way: speeds[way])
+    for way in speeds:
+        of_plain, of_best = (
+            median(each[way].speed / each[other].speed for each in rounds) for other in ("plain", best)
+        )
+        first, ready = median(each[way].first for each in rounds), median(each[way].ready for each in rounds)
+        print(
+            f"{users:3d} users  {way:16s} {speeds[way]:7.1f} tokens/s  of plain {of_plain:.3f}  "
+            f"of {best} {of_best:.3f}  first {first:.2f}  ready {ready:.2f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
