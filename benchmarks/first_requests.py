@@ -6,8 +6,8 @@
 Every mode gets an engine of its own, made anew for each round. The engines take turns, a quarter of a second each, and
 the clock of those that wait stands still: a machine whose speed changes from second to second slows all of them alike.
 Figures are medians over rounds, ratios are of one round. The first requests count, and nothing ran before them but what
-an engine does on its own before it is ready (`ready` are its seconds). `first` is the speed of the first request's first
-half, in parts of the whole run's.
+an engine does on its own before it is ready (`ready` are its seconds). `first` is the speed of the first half of the
+first requests, in parts of the whole run's.
 
     shipped   the drafter as it is
     no record the drafter without its recorded acceptance, as a foreign one comes

@@ -237,33 +237,6 @@ def test_linears_that_do_not_lie_side_by_side_are_not_joined(kernel):
     assert joined([pack(kernel, [linear])[0] for linear in linears]) is None
 
 
-def test_the_kernel_runs_on_as_many_threads_as_torch_is_told_and_on_the_same_ones(kernel, cache):
-    script = f"""
-import os, re
-os.environ["OMP_NUM_THREADS"] = "1"  # no thread before the first count
-import torch
-from pathlib import Path
-from eyas.kernels.linear.packed_linear import load_kernel, pack
-kernel, words = load_kernel(cache=Path({str(cache)!r}))
-(packed,) = pack(kernel, [torch.nn.Linear(64, 512)])
-torch.set_grad_enabled(False)
-def new_threads():
-    return len(os.listdir("/proc/self/task")) - before
-before = len(os.listdir("/proc/self/task"))
-torch.set_num_threads(1)
-packed(torch.ones(1, 64))
-assert new_threads() == 0, new_threads()
-torch.set_num_threads(3)
-packed(torch.ones(1, 64))
-assert new_threads() == 2, new_threads()
-torch.ones(10_000_000).exp_()
-assert new_threads() == 2, new_threads()
-pools = set(re.findall(r"\\S*/lib(?:gomp|omp|iomp5)\\b\\S*", Path("/proc/self/maps").read_text()))
-assert len(pools) == 1, pools
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-
-
 def tiny_llama(**changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -7,6 +7,7 @@
  * V logits of a row.
  */
 
+#include "threads.h"
 #include "vectors.h"
 
 enum { FEW = 1 << 14 }; /* numbers that one thread is through with before a second one has begun */
@@ -26,18 +27,49 @@ INLINE void norm_row(const float *x, long D, const float *weight, float eps, flo
     for (d = 0; d < D; d++) y[d] = x[d] * factor * weight[d];
 }
 
+/* One of these steps over N rows; what it does not use is 0. */
+struct step {
+    const float *x, *weight, *cos, *sin;
+    float *y;
+    int64_t *place;
+    long width, heads, rotated, x_stride, y_stride;
+    float eps;
+    int activation;
+};
+
+/* By as many threads as there is work for; `numbers` to a row. */
+static void do_rows(pieces *some, const struct step *step, long N, long numbers, int threads) {
+    do_pieces(some, step, N, N * numbers < FEW ? 1 : threads);
+}
+
+static void norm_rows(const void *of, long first, long end) {
+    const struct step *step = of;
+    for (long n = first; n < end; n++)
+        norm_row(step->x + n * step->x_stride, step->width, step->weight, step->eps, step->y + n * step->y_stride);
+}
+
 /* Rows lie in memory with a stride of their own. */
 void rms_norm(const float *x, long x_stride, long N, long D, const float *weight, float eps, float *y, long y_stride,
               int threads) {
-#pragma omp parallel for num_threads(N * D < FEW ? 1 : threads) schedule(static)
-    for (long n = 0; n < N; n++) norm_row(x + n * x_stride, D, weight, eps, y + n * y_stride);
+    const struct step step = {
+        .x = x, .x_stride = x_stride, .width = D, .weight = weight, .eps = eps, .y = y, .y_stride = y_stride};
+    do_rows(norm_rows, &step, N, D, threads);
+}
+
+static void norm_heads_of_rows(const void *of, long first, long end) {
+    const struct step *step = of;
+    const long K = step->width;
+    for (long n = first; n < end; n++)
+        for (long b = 0; b < step->heads; b++) {
+            float *x = step->y + n * step->y_stride + b * K;
+            norm_row(x, K, step->weight + b * K, step->eps, x);
+        }
 }
 
 /* The first B heads of every token, in place, each with its row of weight[B][K]; `stride` numbers to a token. */
 void norm_heads(float *x, long N, long B, long K, long stride, const float *weight, float eps, int threads) {
-#pragma omp parallel for num_threads(N * B * K < FEW ? 1 : threads) schedule(static)
-    for (long n = 0; n < N; n++)
-        for (long b = 0; b < B; b++) norm_row(x + n * stride + b * K, K, weight + b * K, eps, x + n * stride + b * K);
+    const struct step step = {.y = x, .y_stride = stride, .heads = B, .width = K, .weight = weight, .eps = eps};
+    do_rows(norm_heads_of_rows, &step, N, B * K, threads);
 }
 
 /* x / (1 + e^-by) */
@@ -56,11 +88,11 @@ INLINE vector gate_of(vector x, int activation) {
     return opened(x, x * (1.5957691216f + 0.0713548162726f * x * x));
 }
 
-INLINE void gate_rows(const float *x, long N, long I, int activation, float *y, int threads) {
-#pragma omp parallel for num_threads(N * I < FEW ? 1 : threads) schedule(static)
-    for (long n = 0; n < N; n++) {
-        const float *gate = x + n * 2 * I, *up = gate + I;
-        float *y_n = y + n * I;
+INLINE void gate_rows(const struct step *step, int activation, long first, long end) {
+    const long I = step->width;
+    for (long n = first; n < end; n++) {
+        const float *gate = step->x + n * 2 * I, *up = gate + I;
+        float *y_n = step->y + n * I;
         long i = 0;
         for (; i + LANES <= I; i += LANES)
             *(vector *)(y_n + i) = gate_of(*(const vector *)(gate + i), activation) * *(const vector *)(up + i);
@@ -68,26 +100,39 @@ INLINE void gate_rows(const float *x, long N, long I, int activation, float *y, 
     }
 }
 
+static void gate_rows_of(const void *of, long first, long end) {
+    const struct step *step = of;
+    if (step->activation == GELU_TANH) gate_rows(step, GELU_TANH, first, end);
+    else gate_rows(step, SILU, first, end);
+}
+
 /* y[N][I] = activation(gate) * up, which lie side by side in x[N][2 I] */
 void gated(const float *x, long N, long I, int activation, float *y, int threads) {
-    if (activation == GELU_TANH) gate_rows(x, N, I, GELU_TANH, y, threads);
-    else gate_rows(x, N, I, SILU, y, threads);
+    const struct step step = {.x = x, .width = I, .activation = activation, .y = y};
+    do_rows(gate_rows_of, &step, N, I, threads);
+}
+
+static void rotate_rows(const void *of, long first, long end) {
+    const struct step *step = of;
+    const long B = step->heads, K = step->width, R = step->rotated, half = R / 2;
+    for (long n = first; n < end; n++)
+        for (long b = 0; b < B; b++) {
+            const float *a_in = step->x + n * step->x_stride + b * K, *b_in = a_in + half;
+            const float *cos_n = step->cos + n * R, *sin_n = step->sin + n * R;
+            float *restrict y_b = step->y + (n * B + b) * K;
+            for (long k = 0; k < half; k++) y_b[k] = a_in[k] * cos_n[k] - b_in[k] * sin_n[k];
+            for (long k = 0; k < half; k++) y_b[half + k] = b_in[k] * cos_n[half + k] + a_in[k] * sin_n[half + k];
+            for (long k = R; k < K; k++) y_b[k] = a_in[k];
+        }
 }
 
 /* Turn the halves a, b of the first R numbers of every head: a cos - b sin, b cos + a sin; the others stay. x lies in
  * memory with `stride` numbers to a token, y[N][B][K] densely, cos and sin are [N][R]. */
 void rotate(const float *x, long N, long B, long K, long R, long stride, const float *cos, const float *sin, float *y,
             int threads) {
-    const long half = R / 2;
-#pragma omp parallel for num_threads(N * B * K < FEW ? 1 : threads) schedule(static)
-    for (long n = 0; n < N; n++)
-        for (long b = 0; b < B; b++) {
-            const float *a_in = x + n * stride + b * K, *b_in = a_in + half, *cos_n = cos + n * R, *sin_n = sin + n * R;
-            float *restrict y_b = y + (n * B + b) * K;
-            for (long k = 0; k < half; k++) y_b[k] = a_in[k] * cos_n[k] - b_in[k] * sin_n[k];
-            for (long k = 0; k < half; k++) y_b[half + k] = b_in[k] * cos_n[half + k] + a_in[k] * sin_n[half + k];
-            for (long k = R; k < K; k++) y_b[k] = a_in[k];
-        }
+    const struct step step = {
+        .x = x, .x_stride = stride, .heads = B, .width = K, .rotated = R, .cos = cos, .sin = sin, .y = y};
+    do_rows(rotate_rows, &step, N, B * K, threads);
 }
 
 INLINE vector larger(vector a, vector b) {
@@ -95,11 +140,11 @@ INLINE vector larger(vector a, vector b) {
     return (vector)(((integers)a & above) | ((integers)b & ~above));
 }
 
-/* The place of the largest of each row of x[N][V], the first of equals, and, unless `chance` is null, the softmax there. */
-void most_likely(const float *x, long N, long V, int64_t *place, float *chance, int threads) {
-#pragma omp parallel for num_threads(N * V < FEW ? 1 : threads) schedule(static)
-    for (long n = 0; n < N; n++) {
-        const float *x_n = x + n * V;
+static void find_most_likely(const void *of, long first, long end) {
+    const struct step *step = of;
+    const long V = step->width;
+    for (long n = first; n < end; n++) {
+        const float *x_n = step->x + n * V;
         vector most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
         long v = 0;
         for (; v + 4 * LANES <= V; v += 4 * LANES)
@@ -109,8 +154,8 @@ void most_likely(const float *x, long N, long V, int64_t *place, float *chance, 
         for (int i = 1; i < LANES; i++) largest = both[i] > largest ? both[i] : largest;
         for (; v < V; v++) largest = x_n[v] > largest ? x_n[v] : largest;
         for (v = 0; v + 1 < V && x_n[v] != largest; v++) {}
-        place[n] = v;
-        if (!chance) continue;
+        step->place[n] = v;
+        if (!step->y) continue;
         double weight = 0;
         for (v = 0; v + 2 * LANES <= V;) { /* short sums: a long one rounds away what comes late */
             const long end = v + 1024 < V ? v + 1024 : V;
@@ -121,6 +166,12 @@ void most_likely(const float *x, long N, long V, int64_t *place, float *chance, 
             for (int i = 0; i < LANES; i++) weight += total[i];
         }
         for (; v < V; v++) weight += exponential(all(x_n[v] - largest))[0];
-        chance[n] = (float)(1.0 / weight);
+        step->y[n] = (float)(1.0 / weight);
     }
+}
+
+/* The place of the largest of each row of x[N][V], the first of equals, and, unless `chance` is null, the softmax there. */
+void most_likely(const float *x, long N, long V, int64_t *place, float *chance, int threads) {
+    const struct step step = {.x = x, .width = V, .place = place, .y = chance};
+    do_rows(find_most_likely, &step, N, V, threads);
 }

@@ -1,10 +1,9 @@
-"""C compiled for this very processor at first use, running on torch's own threads.
+"""C compiled for this very processor at first use, running on threads of its own.
 
 A wheel that carries machine code serves either every processor slowly or one of them well; a C compiler on the user's
 machine does better in two seconds, once. Where there is none, the caller learns why and goes on with torch.
 
-OpenMP libraries keep a pool of threads each, and two pools on the same cores fight. So the code is linked against none
-and bound to the one that torch has loaded.
+All libraries made here share one pool of threads (`threads.c`): it is loaded first, and their calls are bound to it.
 Invariants: a library in the cache was made from this source by this compiler for this processor and is whole, or it is
 made anew; nothing here raises, whatever is missing comes back as a sentence.
 """
@@ -21,7 +20,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
@@ -29,11 +27,13 @@ from eyas.atomic import new_folder
 from eyas.checksum import sha256_of
 from eyas.errors import UserError
 
+THREADS = Path(__file__).with_name("threads.c")
+"""The pool that all others share."""
 LIBRARY = "library.so"
 CHECKSUM = "library.sha256"
 # Contracted, a product and a sum round once: in every loop alike, whatever the compiler's default. Scheduling before
 # registers are given out moves loads up until the sums no longer fit into registers.
-FLAGS = ["-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-schedule-insns"]
+FLAGS = ["-O3", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-schedule-insns"]
 # x86 compilers hold back from AVX-512 by default and would split each of its vectors in two. GCC also holds back from
 # contracting sums of a single chain on some of them: then a row alone would round otherwise than one among others.
 FLAGS_OF_ARM = ["-mcpu=native"]
@@ -52,9 +52,11 @@ def load_native(
     folder = (cache or user_cache_path("eyas")) / "native"
     reasons = []
     try:
-        _share_openmp()
+        if sys.platform != "linux":
+            raise _UnavailableError(f"native code is made on Linux only, this is {sys.platform}")
         for compiler in _compilers():
             try:
+                _load(THREADS, compiler, folder, (), ctypes.RTLD_GLOBAL)
                 return _load(source, compiler, folder, defines), f"{_version(compiler)}, for this processor"
             except (OSError, UserError, subprocess.SubprocessError, _UnavailableError) as error:
                 reasons.append(f"{shlex.join(compiler)}: {error}")
@@ -63,7 +65,9 @@ def load_native(
     return None, "; ".join(reasons) or "no C compiler found (looked for $CC, cc, gcc and clang)"
 
 
-def _load(source: Path, compiler: list[str], folder: Path, defines: Sequence[str]) -> ctypes.CDLL:
+def _load(
+    source: Path, compiler: list[str], folder: Path, defines: Sequence[str], mode: int = ctypes.RTLD_LOCAL
+) -> ctypes.CDLL:
     flags = FLAGS + (FLAGS_OF_ARM if platform.machine() == "aarch64" else FLAGS_OF_X86)
     flags += [f"-D{name}" for name in defines]
     # A header beside it or above it may be a part of it.
@@ -79,13 +83,13 @@ def _load(source: Path, compiler: list[str], folder: Path, defines: Sequence[str
             if not _is_whole(made):
                 with new_folder(made, replace=True) as staging:
                     _compile(source, compiler, flags, staging)
-    return ctypes.CDLL(str(made / LIBRARY))
+    return ctypes.CDLL(str(made / LIBRARY), mode=mode)
 
 
 def _compile(source: Path, compiler: list[str], flags: list[str], folder: Path) -> None:
     compiled, library = folder / "compiled.o", folder / LIBRARY
     _call([*compiler, *flags, "-c", str(source), "-o", str(compiled)])
-    _call([*compiler, "-shared", str(compiled), "-o", str(library)])  # no -fopenmp: that would bring its own library
+    _call([*compiler, "-shared", "-pthread", str(compiled), "-o", str(library)])
     compiled.unlink()
     (folder / CHECKSUM).write_text(sha256_of(library))
 
@@ -128,17 +132,3 @@ def _processor() -> str:
     telling = re.compile(r"(vendor_id|cpu family|model|stepping|flags|CPU \w+|Features)\b")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if telling.match(line)}))
-
-
-def _share_openmp() -> None:
-    """Make the symbols of torch's OpenMP library visible to libraries loaded later."""
-    if sys.platform != "linux":
-        raise _UnavailableError(f"native code is made on Linux only, this is {sys.platform}")
-    loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    openmp = sorted(path for path in loaded if re.match(r"lib(gomp|omp|iomp5)\b", Path(path).name))
-    # Other packages may have loaded more of them; torch's own lies with torch, in torch/lib or torch.libs.
-    beside_torch = str(Path(torch.__file__).parent)
-    own = [path for path in openmp if path.startswith(beside_torch)] or openmp
-    if len(own) != 1:
-        raise _UnavailableError(f"torch's OpenMP library was not found among the loaded ones ({openmp or 'none'})")
-    ctypes.CDLL(own[0], mode=ctypes.RTLD_GLOBAL)

@@ -21,6 +21,7 @@
  * Names: N tokens, H query heads, G key heads, F = H / G, C slots of the cache, K size of keys, V of values.
  */
 
+#include "../threads.h"
 #include "../vectors.h"
 
 /* Lines of a tile: four slots each, so 16 of 32 registers hold sums or 12 of 16. */
@@ -299,6 +300,7 @@ static int is_nested(const struct pass *pass, long row) { return !pass->window &
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
 
 struct layer {
+    const struct pass *pass;
     const float *q, *keys, *values;
     const float *sink; /* [H]: scores without a key; null: there are none */
     float *output;
@@ -370,6 +372,21 @@ void advance_blocks(struct pass *pass) {
     }
 }
 
+static void run_tasks(const void *of, long first, long end) {
+    const struct layer *layer = of;
+    const struct pass *pass = layer->pass;
+    const long G = pass->key_heads;
+    for (long t = first; t < end; t++) {
+        const long u = pass->tasks[t / G].unit, g = t % G;
+        run_task(pass, layer, t / G, g);
+        int32_t *left = pass->left + u * G + g;
+        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) {
+            merge(pass, layer, pass->units + u, g);
+            *left = pass->units[u].end_chunk - pass->units[u].first_chunk;
+        }
+    }
+}
+
 /* What whoever prepares a pass must know. */
 int chunk_positions(void) { return CHUNK; }
 int block_lines(void) { return BLOCK; }
@@ -388,15 +405,6 @@ void attend_blocks(const struct pass *pass, const float *q, const float *k, cons
         }
     const long size = G * pass->shared * V;
     for (long i = 0; i < pass->idle_count; i++) memset(output + pass->idle[i] * size, 0, size * sizeof(float));
-    const struct layer layer = {q, keys, values, sink, output, scale, softcap};
-#pragma omp parallel for num_threads(pass->threads) schedule(dynamic)
-    for (long t = 0; t < pass->task_count * G; t++) {
-        const long u = pass->tasks[t / G].unit, g = t % G;
-        run_task(pass, &layer, t / G, g);
-        int32_t *left = pass->left + u * G + g;
-        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) {
-            merge(pass, &layer, pass->units + u, g);
-            *left = pass->units[u].end_chunk - pass->units[u].first_chunk;
-        }
-    }
+    const struct layer layer = {pass, q, keys, values, sink, output, scale, softcap};
+    do_pieces(run_tasks, &layer, pass->task_count * G, (int)pass->threads);
 }

@@ -28,6 +28,8 @@
  * Names: M rows of x and y, N outputs, K inputs.
  */
 
+#include "../threads.h"
+
 #include <string.h>
 
 #if defined(__AVX512F__)
@@ -202,26 +204,39 @@ int uses_tiles(void) { return has_tiles(); }
  * little beside what it saves of reading. */
 int halving_pays(void) { return LANES == 16; }
 
+/* Some rows times a matrix. */
+struct linear {
+    const float *x, *bias;
+    const char *panels;
+    float *y;
+    panel_product *product;
+    long M, K, N, size; /* size: bytes of an output's weights */
+};
+
+static void multiply_panels(const void *of, long first, long end) {
+    static const float zeros[PANEL];
+    const struct linear *linear = of;
+    const long K = linear->K, N = linear->N, M = linear->M;
+    for (long p = first; p < end; p++) {
+        const long n = p * PANEL;
+        const float *bias_n = linear->bias ? linear->bias + n : zeros;
+        const char *w = linear->panels + n * linear->size;
+        if (N - n >= PANEL)
+            linear->product(linear->x, M, K, w, bias_n, linear->y + n, N);
+        else
+            narrow_panel(linear->product, linear->x, M, K, w, bias_n, N - n, linear->y + n, N);
+    }
+}
+
 /* y[M][N] = x[M][K] W[N][K]^T + bias[N]; `bias` may be null, rows lie densely, K > 0. */
 void packed_linear(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
                    int threads) {
     if (halved && has_tiles() && tiled_linear(x, M, K, panels, bias, N, y, threads)) return;
-    static const float zeros[PANEL];
-    panel_product *product = halved ? halved_panel : whole_panel;
-    const long count = (N + PANEL - 1) / PANEL;
-    const long size = halved ? (K + STEP - 1) / STEP * STEP * 2 : K * 4; /* bytes of an output's weights */
+    const long size = halved ? (K + STEP - 1) / STEP * STEP * 2 : K * 4;
     for (long m = 0; m < M; m += STRIPE) {
-        const long rows = smaller(STRIPE, M - m);
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (long p = 0; p < count; p++) {
-            const long n = p * PANEL;
-            const float *x_m = x + m * K, *bias_n = bias ? bias + n : zeros;
-            const char *w = panels + n * size;
-            float *y_mn = y + m * N + n;
-            if (N - n >= PANEL)
-                product(x_m, rows, K, w, bias_n, y_mn, N);
-            else
-                narrow_panel(product, x_m, rows, K, w, bias_n, N - n, y_mn, N);
-        }
+        const struct linear linear = {.x = x + m * K, .bias = bias, .panels = panels, .y = y + m * N,
+                                      .product = halved ? halved_panel : whole_panel,
+                                      .M = smaller(STRIPE, M - m), .K = K, .N = N, .size = size};
+        do_pieces(multiply_panels, &linear, (N + PANEL - 1) / PANEL, threads);
     }
 }

@@ -24,7 +24,8 @@
  * Names: M rows of x and y, N outputs, K inputs, B blocks.
  */
 
-#include <stdint.h>
+#include "../threads.h"
+
 #include <string.h>
 
 #if defined(PORTABLE) || defined(NEON) || defined(VNNI) || defined(AVX2)
@@ -65,6 +66,9 @@ enum {
     VECTORS = PANEL / LANES,
     STRIPE = 16 * ROWS, /* rows per sweep over W: they stay in the second-level cache for all panels */
     CHUNK = 16,         /* blocks that are unpacked at a time: they stay in the first-level cache for all rows */
+    FEW = 1 << 13,      /* numbers that one thread has quantised before a second one has begun */
+    LINE = 64,          /* bytes that come from memory at once */
+    AHEAD = 4096,       /* bytes of weights that are on their way: the processor itself looks no further than a page */
 };
 
 /* What a format is made of; quantised_linear.py has the same. */
@@ -220,6 +224,13 @@ static long zero_of(int format) {
 static long head_bytes(int format) { return PANEL * 2 * (scales_in(format) + (format & MINIMA ? 1 : 0)); }
 static long block_bytes(int format) { return head_bytes(format) + PANEL * (format & FOUR_BITS ? HALF : BLOCK); }
 
+/* Have a block fetched that will be needed in a while. */
+INLINE void fetch_ahead(const uint8_t *w, const long size) {
+#if defined(__x86_64__)
+    UNROLL for (long i = 0; i < size; i += LINE) __builtin_prefetch(w + AHEAD + i);
+#endif
+}
+
 /* The largest of BLOCK numbers, whatever their signs. Positive floats are ordered like their bits, and what is no number
  * is above them all: then so is the scale, and all that comes of it. */
 INLINE float largest_of(const float *x) {
@@ -295,6 +306,7 @@ INLINE void multiply(const int count, const int format, const int is_unpacked, c
 #define EACH UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int r = 0; r < count; r++)
     for (long b = first; b < last; b++, w += size, x_q += BLOCK, x_scale++, x_sum++, x_halves += 2) {
         const uint8_t *q = is_unpacked ? unpacked + (b - first) * BLOCK * PANEL : w + head;
+        if (!is_unpacked) fetch_ahead(w, size);
         inputs x[2][ROWS];
         UNROLL for (int r = 0; r < count; r++)
             UNROLL for (int half = 0; half < 2; half++) x[half][r] = read_inputs(x_q + r * B * BLOCK + half * HALF);
@@ -383,6 +395,7 @@ INLINE void panel(const int format, const struct rows *rows, long m, long M, con
             for (long i = b; i < end; i++) {
                 const bytes *q = (const bytes *)(w + i * size + head);
                 bytes *low = (bytes *)(unpacked + (i - b) * BLOCK * PANEL), *high = low + 4 * VECTORS;
+                fetch_ahead(w + i * size, size);
                 UNROLL for (int j = 0; j < 4 * VECTORS; j++) low[j] = lower(q[j], format), high[j] = upper(q[j], format);
             }
         for (long t = 0; t < tiles; t++) { /* as even as can be */
@@ -456,49 +469,63 @@ const char *uses(void) {
 /* Bytes of workspace for every row. */
 long workspace_bytes(long K) { return blocks_of(K) * (BLOCK + 4 * sizeof(float)); }
 
+/* Some rows times parts. */
+struct linear {
+    const float *x;
+    const struct part *parts;
+    float *y;
+    struct rows rows;
+    long K, y_stride, grouped; /* the first `grouped` rows lie in groups */
+    long m, M;                 /* of a sweep over the panels: its first row, and how many it has */
+};
+
+static void quantise_rows(const void *of, long first, long end) {
+    const struct linear *linear = of;
+    for (long m = first; m < end; m++) quantise_row(linear->x + m * linear->K, linear->K, &linear->rows, m, linear->grouped);
+}
+
+static void multiply_panels(const void *of, long first, long end) {
+    const struct linear *linear = of;
+    const long B = linear->rows.blocks, M = linear->M, m = linear->m;
+    const long by_tiles = m < linear->grouped ? smaller(M, linear->grouped - m) : 0;
+    long shaped = 0;
+    for (long p = first; p < end; p++) {
+        long at = p, column = 0;
+        const struct part *part = linear->parts;
+        for (long own; at >= (own = (part->outputs + PANEL - 1) / PANEL); at -= own) column += part++->outputs;
+        const long n = at * PANEL, columns = smaller(PANEL, part->outputs - n);
+        float sums[STRIPE * PANEL], bias[PANEL] = {0};
+        if (part->bias) memcpy(bias, part->bias + n, columns * sizeof(float));
+        for (long i = 0; i < M; i++) memcpy(sums + i * PANEL, bias, sizeof bias);
+        const uint8_t *w = part->panels + at * B * block_bytes((int)part->format);
+        if (by_tiles) tiled_panel((int)part->format, &linear->rows, m, by_tiles, w, sums, &shaped);
+        if (by_tiles < M)
+            PRODUCTS[part->format](&linear->rows, m + by_tiles, M - by_tiles, w, sums + by_tiles * PANEL);
+        const long stride = linear->y_stride;
+        float *y = linear->y + m * stride + column + n;
+        if (columns == PANEL) /* a constant: no call */
+            for (long i = 0; i < M; i++) memcpy(y + i * stride, sums + i * PANEL, PANEL * sizeof(float));
+        else
+            for (long i = 0; i < M; i++) memcpy(y + i * stride, sums + i * PANEL, columns * sizeof(float));
+    }
+    if (shaped) release_tiles();
+}
+
 /* y[:, :N] = x W^T + bias; rows of y lie `y_stride` apart, those of x densely. */
 void quantised_linear(const float *x, long M, long K, const struct part *parts, long part_count, float *y, long y_stride,
                       void *workspace, int threads) {
-    const long B = blocks_of(K), grouped = grouped_rows(M);
-    struct rows rows = {.blocks = B, .scale = workspace};
-    rows.sum = rows.scale + M * B;
-    rows.halves = (int32_t *)(rows.sum + M * B);
-    rows.q = (int8_t *)(rows.halves + M * B * 2);
+    const long B = blocks_of(K);
+    struct linear linear = {.x = x, .parts = parts, .y = y, .K = K, .y_stride = y_stride, .grouped = grouped_rows(M)};
+    linear.rows = (struct rows){.blocks = B, .scale = workspace};
+    linear.rows.sum = linear.rows.scale + M * B;
+    linear.rows.halves = (int32_t *)(linear.rows.sum + M * B);
+    linear.rows.q = (int8_t *)(linear.rows.halves + M * B * 2);
     long panels = 0;
     for (long i = 0; i < part_count; i++) panels += (parts[i].outputs + PANEL - 1) / PANEL;
-
-    if (M < 2 * threads)
-        for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m, grouped);
-#pragma omp parallel num_threads(threads)
-    {
-        long shaped = 0;
-        if (M >= 2 * threads) {
-#pragma omp for schedule(static)
-            for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m, grouped);
-        }
-        for (long m = 0; m < M; m += STRIPE) {
-            const long count = smaller(STRIPE, M - m), by_tiles = m < grouped ? smaller(count, grouped - m) : 0;
-#pragma omp for schedule(static) nowait
-            for (long p = 0; p < panels; p++) {
-                long at = p, column = 0;
-                const struct part *part = parts;
-                for (long own; at >= (own = (part->outputs + PANEL - 1) / PANEL); at -= own) column += part++->outputs;
-                const long n = at * PANEL, columns = smaller(PANEL, part->outputs - n);
-                float sums[STRIPE * PANEL], bias[PANEL] = {0};
-                if (part->bias) memcpy(bias, part->bias + n, columns * sizeof(float));
-                for (long i = 0; i < count; i++) memcpy(sums + i * PANEL, bias, sizeof bias);
-                const uint8_t *w = part->panels + at * B * block_bytes((int)part->format);
-                if (by_tiles) tiled_panel((int)part->format, &rows, m, by_tiles, w, sums, &shaped);
-                if (by_tiles < count)
-                    PRODUCTS[part->format](&rows, m + by_tiles, count - by_tiles, w, sums + by_tiles * PANEL);
-                float *y_mn = y + m * y_stride + column + n;
-                if (columns == PANEL) /* a constant: no call */
-                    for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, PANEL * sizeof(float));
-                else
-                    for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, columns * sizeof(float));
-            }
-        }
-        if (shaped) release_tiles();
+    do_pieces(quantise_rows, &linear, M, M * K < FEW ? 1 : threads);
+    for (linear.m = 0; linear.m < M; linear.m += STRIPE) {
+        linear.M = smaller(STRIPE, M - linear.m);
+        do_pieces(multiply_panels, &linear, panels, threads);
     }
 }
 

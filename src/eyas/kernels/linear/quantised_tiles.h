@@ -65,8 +65,10 @@ INLINE void tiled(const int format, const struct rows *rows, long m, long M, con
     for (long b = 0; b < B; b += CHUNK) {
         const long blocks = smaller(CHUNK, B - b), units = blocks * parts;
         const uint8_t *w_b = w + b * size;
-        for (long i = 0; i < blocks; i++)
+        for (long i = 0; i < blocks; i++) {
+            fetch_ahead(w_b + i * size, size);
             unpack_signed(format, (const bytes *)(w_b + i * size + head), (bytes *)(unpacked + i * BLOCK * PANEL));
+        }
         finish_writes(unpacked);
         for (long g = 0; g < M; g += TILE_ROWS) {
             const long at = (m + g) * B + b * TILE_ROWS;

@@ -48,16 +48,25 @@ static inline void split_vector(vector x, uint16_t *part) {
     }
 }
 
-/* Rows of x as tiles; inputs missing from the last step are zeros. */
-static void split(const float *x, long M, long K, uint16_t *tiles, int threads) {
-    const long steps = (K + STEP - 1) / STEP;
-#pragma omp parallel for num_threads(M * K < 1 << 14 ? 1 : threads) schedule(static)
-    for (long m = 0; m < M; m++)
+/* Rows of x as tiles, and panels times them. */
+struct tiled {
+    const float *x, *bias;
+    const char *panels;
+    uint16_t *tiles;
+    float *y;
+    long M, K, N, steps;
+};
+
+/* Inputs missing from the last step are zeros. */
+static void split_rows(const void *of, long first, long end) {
+    const struct tiled *tiled = of;
+    const long K = tiled->K, steps = tiled->steps;
+    for (long m = first; m < end; m++)
         for (long s = 0; s < steps; s++) {
-            const float *from = x + m * K + s * STEP;
+            const float *from = tiled->x + m * K + s * STEP;
             float rest[STEP] = {0};
             if (K - s * STEP < STEP) from = memcpy(rest, from, (K - s * STEP) * sizeof(float));
-            uint16_t *to = tiles + ((m / TILE_ROWS * steps + s) * PARTS * TILE_ROWS + m % TILE_ROWS) * STEP;
+            uint16_t *to = tiled->tiles + ((m / TILE_ROWS * steps + s) * PARTS * TILE_ROWS + m % TILE_ROWS) * STEP;
             for (int k = 0; k < STEP; k += LANES) split_vector(*(const vector *)(from + k), to + k);
         }
 }
@@ -98,6 +107,17 @@ static void tiled_panel(const uint16_t *tiles, long M, long steps, const char *w
     }
 }
 
+static void tiled_panels(const void *of, long first, long end) {
+    const struct tiled *tiled = of;
+    const long N = tiled->N;
+    for (long p = first; p < end; p++) {
+        const long n = p * PANEL;
+        tiled_panel(tiled->tiles, tiled->M, tiled->steps, tiled->panels + p * tiled->steps * STEP_BYTES,
+                    tiled->bias ? tiled->bias + n : 0, smaller(PANEL, N - n), tiled->y + n, N);
+    }
+    _tile_release();
+}
+
 /* As packed_linear, for halved panels; 0 where there is no memory to split x into, and nothing is done. */
 static int tiled_linear(const float *x, long M, long K, const char *panels, const float *bias, long N, float *y,
                         int threads) {
@@ -113,21 +133,11 @@ static int tiled_linear(const float *x, long M, long K, const char *panels, cons
         if (!memory) return 0;
         size = needed;
     }
-    uint16_t *tiles = memory;
-    const long count = (N + PANEL - 1) / PANEL;
     for (long m = 0; m < M; m += most) {
-        const long rows = smaller(most, M - m);
-        split(x + m * K, rows, K, tiles, threads);
-#pragma omp parallel num_threads(threads)
-        {
-#pragma omp for schedule(static)
-            for (long p = 0; p < count; p++) {
-                const long n = p * PANEL;
-                tiled_panel(tiles, rows, steps, panels + p * steps * STEP_BYTES, bias ? bias + n : 0,
-                            smaller(PANEL, N - n), y + m * N + n, N);
-            }
-            _tile_release();
-        }
+        const struct tiled tiled = {.x = x + m * K, .bias = bias, .panels = panels, .tiles = memory, .y = y + m * N,
+                                    .M = smaller(most, M - m), .K = K, .N = N, .steps = steps};
+        do_pieces(split_rows, &tiled, tiled.M, tiled.M * K < 1 << 14 ? 1 : threads);
+        do_pieces(tiled_panels, &tiled, (N + PANEL - 1) / PANEL, threads);
     }
     return 1;
 }

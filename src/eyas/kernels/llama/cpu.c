@@ -13,6 +13,10 @@
 
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
+
+/* What time is spent on, where somebody wants to know; cpu.py has the same. */
+enum { PRODUCTS, HEAD, ATTENTION, NORMS, GATES, PHASES };
 
 struct steps {
     void (*norm)(const float *x, long x_stride, long N, long D, const float *weight, float eps, float *y, long y_stride,
@@ -67,6 +71,7 @@ struct run {
     const float *input;       /* what the first layer's products read; null: the norm of x, as in all others */
     float *x;                 /* [N][D]: read, and left as it is behind the last layer */
     float *memory;            /* for every token numbers_per_token, and what a quantised product takes beside */
+    double *spent;            /* [PHASES]: seconds are added here; null: nobody wants to know */
     int64_t layer_count, state_stride;
     int64_t tokens, hidden, heads, key_heads, head_dim, rotary_dim, intermediate, threads;
 };
@@ -127,7 +132,19 @@ long chain_bytes(void) { return sizeof(struct chain); }
 
 long numbers_per_token(long D, long H, long G, long K, long I) { return 2 * D + (3 * H + 3 * G) * K + 3 * I; }
 
-static void multiply_rows(const struct run *run, const struct product *by, const float *x, long rows, float *y) {
+static double begun(const struct run *run) {
+    struct timespec time;
+    if (!run->spent) return 0;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+static void spend(const struct run *run, int phase, double since) {
+    if (run->spent) run->spent[phase] += begun(run) - since;
+}
+
+static void multiply_rows(const struct run *run, const struct product *by, const float *x, long rows, float *y, int phase) {
+    const double since = begun(run);
     if (by->parts) {
         float *workspace = run->memory + run->tokens * numbers_per_token(run->hidden, run->heads, run->key_heads,
                                                                          run->head_dim, run->intermediate);
@@ -136,15 +153,18 @@ static void multiply_rows(const struct run *run, const struct product *by, const
     } else
         run->steps->product(x, rows, by->inputs, by->panels, (int)by->halved, by->bias, by->outputs, y,
                             (int)run->threads);
+    spend(run, phase, since);
 }
 
 static void multiply(const struct run *run, const struct product *by, const float *x, float *y) {
-    multiply_rows(run, by, x, run->tokens, y);
+    multiply_rows(run, by, x, run->tokens, y, PRODUCTS);
 }
 
 static void norm(const struct run *run, const struct norm *by, const float *x, float *y) {
     const long D = run->hidden;
+    const double since = begun(run);
     run->steps->norm(x, D, run->tokens, D, by->weight, by->eps, y, D, (int)run->threads);
+    spend(run, NORMS, since);
 }
 
 /* x += more, which is normed first where the layer does that */
@@ -177,6 +197,7 @@ void run_layers(const struct run *run) {
 
         if (!input) norm(run, &layer->attention_norm, run->x, normed);
         multiply(run, &layer->qkv, input ? input : normed, qkv);
+        const double attends = begun(run);
         if (layer->qk_norm.weight)
             run->steps->norm_heads(qkv, N, B, K, (B + G) * K, layer->qk_norm.weight, layer->qk_norm.eps, threads);
         const long turn = layer->rotation * N * R;
@@ -184,12 +205,15 @@ void run_layers(const struct run *run) {
         for (long w = layer->window ? run->wave_ends[layer->window - 1] : 0; w < run->wave_ends[layer->window]; w++)
             run->steps->attend(run->waves[w], turned, turned + H * K, qkv + B * K, layer->keys, layer->values,
                                layer->sink, attended, layer->scale, layer->softcap);
+        spend(run, ATTENTION, attends);
         multiply(run, &layer->output, attended, more);
         add(run, more, &layer->attention_output_norm);
 
         norm(run, &layer->mlp_norm, run->x, normed);
         multiply(run, &layer->gate_up, normed, gate_up);
+        const double gates = begun(run);
         run->steps->gate(gate_up, N, I, (int)layer->activation, gated, threads);
+        spend(run, GATES, gates);
         multiply(run, &layer->down, gated, more);
         add(run, more, &layer->mlp_output_norm);
     }
@@ -208,7 +232,7 @@ void run_target(const struct run *run, const struct ends *ends) {
         memcpy(ends->normed + m * D, run->x + ends->kept[m] * D, D * sizeof(float));
     run->steps->norm(ends->kept ? ends->normed : run->x, D, M, D, ends->norm.weight, ends->norm.eps, ends->normed, D,
                      (int)run->threads);
-    multiply_rows(run, &ends->head, ends->normed, M, ends->logits);
+    multiply_rows(run, &ends->head, ends->normed, M, ends->logits, HEAD);
 }
 
 /* The normed embedding of every token and, beside it, its normed state; x is either the latter or the state itself. */
@@ -263,7 +287,7 @@ void run_chain(const struct run *run, const struct depth *first, const struct ch
     struct depth depth = *first;
     for (long made = 1;; made++) {
         int64_t *token = chain->token + (made - 1) * N;
-        multiply(run, &chain->head, depth.normed, chain->logits);
+        multiply_rows(run, &chain->head, depth.normed, N, chain->logits, HEAD);
         if (chain->logit_scale != 1.0f)
             for (long i = 0; i < N * W; i++) chain->logits[i] *= chain->logit_scale;
         run->steps->most_likely(chain->logits, N, W, token, chain->chance + (made - 1) * N, (int)run->threads);

@@ -174,7 +174,9 @@ class Ends:
         return [self.head, *([table.table] if isinstance(table, QuantisedEmbedding) else [])]
 
 
-_POINTERS = ("steps", "layers", "waves", "wave_ends", "states", "cos", "sin", "input", "x", "memory")
+_POINTERS = ("steps", "layers", "waves", "wave_ends", "states", "cos", "sin", "input", "x", "memory", "spent")
+PHASES = ("products", "head", "attention", "norms", "gates")
+"""What time is told apart by."""
 _NUMBERS = (
     *("layer_count", "state_stride"),
     *("tokens", "hidden", "heads", "key_heads", "head_dim", "rotary_dim", "intermediate", "threads"),
@@ -272,6 +274,8 @@ class Layers:
         self._memory = torch.empty(0, dtype=torch.float32)
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
+        self.spent: ctypes.Array[ctypes.c_double] | None = None
+        """Seconds by phase, where somebody counts them."""
 
     def run_target(
         self,
@@ -397,7 +401,8 @@ class Layers:
         return _Call(
             *(ctypes.addressof(self._steps), ctypes.addressof(self._layers)),
             *(ctypes.addressof(waves.all), ctypes.addressof(waves.ends), states),
-            *(cos, sin, first_input, x, memory, len(self._parts), state_stride, tokens, self._hidden),
+            *(cos, sin, first_input, x, memory, None if self.spent is None else ctypes.addressof(self.spent)),
+            *(len(self._parts), state_stride, tokens, self._hidden),
             *(sizes.heads, sizes.key_heads, sizes.head_dim, sizes.rotary_dim, sizes.intermediate),
             torch.get_num_threads(),
         )
