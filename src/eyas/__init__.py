@@ -7,6 +7,8 @@ Importing this package imports nothing heavy: torch comes with the first name th
 
 from typing import TYPE_CHECKING, Any
 
+from eyas.threads import wait_asleep
+
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.engine.config import EngineConfig
@@ -39,6 +41,8 @@ _HOME = {
     "SuffixConfig": "eyas.engine.suffix.config",
     "UserError": "eyas.errors",
 }
+
+wait_asleep()
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,7 @@ from eyas.target.locate import gguf_of
 from eyas.target.model import Target
 from eyas.target.quantise import ON_THE_FLY, quantise_linears
 from eyas.target.quantised_checkpoint import multiplies, packed_linear
+from eyas.threads import limit_threads
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def load_target(
     `dtype` asks for another type, and those of other quantised checkpoints stay as they are on a GPU.
     """
     where = choose_device(device)
+    limit_threads()
     rest: dict[str, Any] = {"device": device, "cache": cache, "revision": revision, "chat_format": chat_format}
     if where.type != "cpu" and quantization in ("auto", "none", *ON_THE_FLY):
         loaded = Target.load(target, dtype=dtype, quantization=quantization, **rest)

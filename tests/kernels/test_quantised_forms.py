@@ -14,6 +14,7 @@ from eyas.kernels.linear.quantised_linear import (
     FOUR_BITS,
     MINIMA,
     SCALES_OF_HALVES,
+    TILED_ROWS,
     Form,
     QuantisedKernel,
     QuantisedLinear,
@@ -124,10 +125,10 @@ def test_formats_that_want_other_shapes_of_tiles_are_joined(tiled, threads):
 
 
 def test_what_is_no_number_does_not_become_one_in_tiles(tiled):
-    layer, x_MK = QuantisedLinear.of(tiled, random_blocks(0, 16, 64)), torch.ones(16, 64)
+    layer, x_MK = QuantisedLinear.of(tiled, random_blocks(0, 16, 64)), torch.ones(TILED_ROWS, 64)
     x_MK[5, 40] = float("nan")
     finite_M = layer(x_MK).isfinite().all(dim=1)
-    assert finite_M.tolist() == [row != 5 for row in range(16)]
+    assert finite_M.tolist() == [row != 5 for row in range(TILED_ROWS)]
 
 
 def test_tiles_that_compute_otherwise_are_switched_off_aloud(best, native_cache, monkeypatch, caplog):
@@ -154,4 +155,4 @@ def test_the_trial_sees_a_difference(best, monkeypatch):
         return torch.nextafter(y, y + 1) if wanted[-1] else y
 
     monkeypatch.setattr(QuantisedKernel, "linear", off_by_a_bit)
-    assert quantised_linear._differing_with_tiles(best) == "16 rows by 8 bits (format 0)"
+    assert quantised_linear._differing_with_tiles(best) == f"{TILED_ROWS} rows by 8 bits (format 0)"

@@ -24,6 +24,7 @@ from eyas.cli.options import (
     Quantization,
     Raw,
     Stop,
+    Threads,
     report,
 )
 
@@ -93,6 +94,7 @@ def generate(
     quantization: Quantization = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:
@@ -101,7 +103,7 @@ def generate(
     A drafter changes how fast answers come, never what they are: the same seed gives the same text without it.
     """
     require_models(target, drafter)
-    import_libraries()
+    import_libraries(threads=threads)
     from eyas.cli.speculation import read_depth, read_tree
     from eyas.data.encode_prompt import encode_prompt
     from eyas.drafter.shipped import choose_drafter

@@ -51,6 +51,15 @@ Device = Annotated[
     str,
     typer.Option(help="Where to run: cpu, cuda, cuda:1, ..., or auto: a GPU if there is one.", rich_help_panel=MODEL),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Threads that compute on a CPU.",
+        show_default="OMP_NUM_THREADS, or the processors that this process may use",
+        rich_help_panel=MEMORY,
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(help="A Jinja file, or the template itself.", show_default="the target's own", rich_help_panel=MODEL),

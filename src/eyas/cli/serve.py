@@ -25,6 +25,7 @@ from eyas.cli.options import (
     Raw,
     Revision,
     ServedModelName,
+    Threads,
     VLLMArguments,
     report,
 )
@@ -236,6 +237,7 @@ def serve(
     quantization: Quantization = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     page: Annotated[
         bool,
         typer.Option(
@@ -338,7 +340,7 @@ def serve(
     target, others = split_target(target, vllm_arguments or ())
     config = read_speculative_config(speculative_config, target, with_table=engine == "vllm")
     require_models(target, config.drafter, revision=revision)
-    import_libraries(lean=True)
+    import_libraries(lean=True, threads=threads)
     from eyas.cli.serve_learning import adapt_options, closing_ring, learn_from, learner_settings, open_ring
     from eyas.freed_memory import give_back
     from eyas.plan.kv_cache_dtype import read_kv_cache_dtype

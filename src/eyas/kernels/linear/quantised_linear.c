@@ -14,7 +14,8 @@
  *     4 bits: the same for k < 16, with input k + 16 in the upper four bits; signed without a minimum, but for VNNI
  *
  * so they are read from front to back, once for ROWS rows. Where there are more rows, four bits are unpacked once for
- * all of them. Groups of sixteen rows go to the matrix unit where there is one (quantised_tiles.h).
+ * all of them, but for AVX-512, whose vectors unpack them sooner than they read them again. Many rows go to the matrix
+ * unit where there is one, in groups of sixteen (quantised_tiles.h).
  *
  * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
  * threads: from the bias on, shares of blocks are added in their order, one by one. Integer sums are the same on every
@@ -46,18 +47,18 @@
 #if defined(NEON)
 #include <arm_neon.h>
 #define USES "NEON dot products"
-enum { LANES = 4, PANEL = 8, ROWS = 4, UNSIGNED = 0 }; /* of 32 registers, 16 hold sums and 8 hold x */
+enum { LANES = 4, PANEL = 8, ROWS = 4, UNSIGNED = 0, UNPACKS = 1 }; /* of 32 registers, 16 hold sums and 8 hold x */
 #elif defined(VNNI)
 #include <immintrin.h>
 #define USES "AVX-512 VNNI"
-enum { LANES = 16, PANEL = 16, ROWS = 8, UNSIGNED = 1 };
+enum { LANES = 16, PANEL = 16, ROWS = 8, UNSIGNED = 1, UNPACKS = 0 };
 #elif defined(AVX2)
 #include <immintrin.h>
 #define USES "AVX2"
-enum { LANES = 8, PANEL = 8, ROWS = 4, UNSIGNED = 0 };
+enum { LANES = 8, PANEL = 8, ROWS = 4, UNSIGNED = 0, UNPACKS = 1 };
 #else
 #define USES "plain C"
-enum { LANES = 4, PANEL = 8, ROWS = 2, UNSIGNED = 0 }; /* more would take long to compile */
+enum { LANES = 4, PANEL = 8, ROWS = 2, UNSIGNED = 0, UNPACKS = 1 }; /* more would take long to compile */
 #endif
 
 enum {
@@ -385,7 +386,7 @@ INLINE void tile(long count, const int format, const int is_unpacked, const stru
 /* sums[:M][:PANEL] += rows m to m + M times one panel. */
 INLINE void panel(const int format, const struct rows *rows, long m, long M, const uint8_t *w, float *sums) {
     const long B = rows->blocks, tiles = (M + ROWS - 1) / ROWS, size = block_bytes(format), head = head_bytes(format);
-    const int unpacks = (format & FOUR_BITS) && tiles > 1;
+    const int unpacks = UNPACKS && (format & FOUR_BITS) && tiles > 1;
     uint8_t unpacked[CHUNK * BLOCK * PANEL];
     const long chunk = tiles > 1 ? CHUNK : B;
     for (long b = 0; b < B; b += chunk) {
@@ -460,7 +461,7 @@ int unsigned_bytes(void) { return UNSIGNED; }
 const char *uses(void) {
 #if defined(AMX)
     if (!has_tiles()) return USES " (the system does not permit AMX)";
-    return tiles_wanted ? USES ", and AMX int8 from 16 rows on" : USES " (AMX int8 is off)";
+    return tiles_wanted ? USES ", and AMX int8 from 32 rows on" : USES " (AMX int8 is off)";
 #else
     return USES;
 #endif

@@ -17,6 +17,7 @@
 enum {
     SLOTS = 4,       /* products of units that are under way; each has a tile and memory of its own */
     UNITS_AHEAD = 2, /* units that are multiplied before the sums of one are needed */
+    FEWEST = 32,     /* rows: for fewer, vectors are as fast, and leave the processor its speed */
 };
 
 /* 0 to 3: sums; 4, 5: x; 6, 7: weights */
@@ -116,5 +117,5 @@ void use_tiles(int wanted) { tiles_wanted = wanted; }
 int uses_tiles(void) { return tiles_wanted && has_tiles(); }
 
 /* How many of M rows are multiplied in groups: the first ones. */
-static long grouped_rows(long M) { return M >= TILE_ROWS && uses_tiles() ? M / TILE_ROWS * TILE_ROWS : 0; }
+static long grouped_rows(long M) { return M >= FEWEST && uses_tiles() ? M / TILE_ROWS * TILE_ROWS : 0; }
 static void release_tiles(void) { _tile_release(); }
