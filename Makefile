@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test test-all test-slow mutations lint parity vllm-engine lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead vllm-front \
+.PHONY: demo test test-all test-slow mutations lint parity vllm-engine lossless gpu browser train-speed engine-speed cpu-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead vllm-front \
 	drafters clean
 
 demo: $(READY)
@@ -95,6 +95,12 @@ engine-speed: $(READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make engine-speed PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/python benchmarks/engine_speed.py "$(PROMPTS)" --generate --users 1 --users 4 --users 16 \
 		--drafter "$(DRAFTER)" --random
+
+# The engine on a CPU, quiet and beside other processes; with LLAMA=folder, a build of llama.cpp on the same file.
+LLAMA ?=
+CPU_OPTIONS ?=
+cpu-speed: $(READY)
+	$(BIN)/python benchmarks/cpu_speed.py $(if $(LLAMA),--llama "$(LLAMA)") $(CPU_OPTIONS)
 
 # What a drafter costs where it cannot help and gains where it can, against no drafter, with intervals:
 # PROMPTS=file.jsonl; on a GPU TAX_OPTIONS="--device cuda --dtype bfloat16"; VLLM_PYTHON=interpreter for vLLM beside it.
