@@ -362,17 +362,20 @@ def test_another_platform_is_a_reason(monkeypatch, tmp_path):
 @each("damage", ["cut", "flipped", "gone", "empty"])
 def test_a_damaged_library_is_made_anew(kernel, cache, tmp_path, damage):
     shutil.copytree(cache / "native", tmp_path / "native")
-    (library,) = (tmp_path / "native").glob(f"*/{LIBRARY}")
-    whole = library.read_bytes()
-    if damage == "gone":
-        library.unlink()
-    else:
-        middle = len(whole) // 2
-        flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
-        library.write_bytes({"cut": whole[:middle], "flipped": flipped, "empty": b""}[damage])
+    libraries = list((tmp_path / "native").glob(f"*/{LIBRARY}"))
+    assert sorted(library.parent.name.rpartition("-")[0] for library in libraries) == ["packed_linear", "threads"]
+    sizes = [library.stat().st_size for library in libraries]
+    for library in libraries:
+        whole = library.read_bytes()
+        if damage == "gone":
+            library.unlink()
+        else:
+            middle = len(whole) // 2
+            flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+            library.write_bytes({"cut": whole[:middle], "flipped": flipped, "empty": b""}[damage])
     found, words = load_kernel(cache=tmp_path)
     assert found is not None, words
-    assert len(library.read_bytes()) == len(whole)
+    assert [library.stat().st_size for library in libraries] == sizes
 
 
 @pytest.mark.slow
@@ -381,7 +384,7 @@ def test_another_compiler_or_processor_means_another_library(kernel, cache, monk
     monkeypatch.setattr("eyas.kernels.native._processor", lambda: "another one")
     found, words = load_kernel(cache=tmp_path)
     assert found is not None, words
-    assert len(list((tmp_path / "native").glob(f"*/{LIBRARY}"))) == 2
+    assert len(list((tmp_path / "native").glob(f"packed_linear-*/{LIBRARY}"))) == 2
 
 
 @pytest.mark.slow
