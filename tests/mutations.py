@@ -65,6 +65,11 @@ MUTATIONS = (
         "kernels/test_exact_rounds.py engine/test_engine.py",
     ),
     Mutation(
+        "threads that share work leave no piece undone",
+        "kernels/threads.c", "some(work, first, first + size);", "some(work, first, first + size - (first > 0));",
+        "kernels/test_threads.py",
+    ),
+    Mutation(
         "a shared block is free when its last owner lets go",
         "engine/kv_cache/block_manager.py",
         "            if self._references[block] == 0:\n                prefix",
