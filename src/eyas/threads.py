@@ -14,23 +14,24 @@ from math import ceil
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-HOW = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Set by who wants to decide how threads wait."""
-QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Environment variables that say how threads of OpenMP wait."""
+QUOTA_FILES = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _settled = False
+"""Whether torch's threads wait asleep, or it was said that they do not."""
 
 
 def wait_asleep() -> None:
-    """Let torch's threads sleep while they wait. Nothing is done where torch is there already, or somebody decided."""
+    """Let torch's threads sleep while they wait, unless torch is loaded already or the environment says how."""
     global _settled
-    if sys.platform != "linux" or "torch" in sys.modules or any(name in os.environ for name in HOW):
+    if sys.platform != "linux" or "torch" in sys.modules or any(name in os.environ for name in WAIT_VARIABLES):
         return
     found = find_spec("torch")
     if found is None or found.origin is None:
         return
     package = Path(found.origin).parent
     libraries = [*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")]
-    os.environ[HOW[0]] = "PASSIVE"
+    os.environ[WAIT_VARIABLES[0]] = "PASSIVE"
     try:
         for library in libraries[:1]:
             ctypes.CDLL(str(library))
@@ -38,7 +39,7 @@ def wait_asleep() -> None:
     except OSError:
         logger.debug("torch's OpenMP library could not be loaded ahead", exc_info=True)
     finally:
-        del os.environ[HOW[0]]  # processes that are started from here decide for themselves
+        del os.environ[WAIT_VARIABLES[0]]  # processes that are started from here decide for themselves
 
 
 def use_threads(count: int) -> None:
@@ -57,12 +58,12 @@ def limit_threads() -> None:
     quota = None if "OMP_NUM_THREADS" in os.environ else cpu_quota()
     if quota is not None:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), ceil(quota))))
-    if not _settled and sys.platform == "linux" and not any(name in os.environ for name in HOW):
+    if not _settled and sys.platform == "linux" and not any(name in os.environ for name in WAIT_VARIABLES):
         _settled = True
-        logger.info("torch's threads spin while they wait: it was imported before eyas; import eyas first")
+        logger.info("torch's threads spin while they wait; import eyas before torch, or set OMP_WAIT_POLICY=PASSIVE")
 
 
-def cpu_quota(paths: tuple[str, str] = QUOTAS) -> float | None:
+def cpu_quota(paths: tuple[str, str] = QUOTA_FILES) -> float | None:
     """Processors that the control group of this process (a container's limit) grants it; None without a limit."""
     try:
         if Path(paths[0]).exists():
