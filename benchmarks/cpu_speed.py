@@ -6,7 +6,7 @@
 
 The engines take turns of a quarter of a second (`first_requests.py`); llama.cpp, a process of its own, runs in turn
 with whole rounds of them, and reads prompts of 128 tokens. Tokens per second of all users together: medians over
-rounds, with the lowest and the highest. Of conditions:
+rounds, with the lowest and the highest, in parts of plain decoding and of the first condition measured:
 
     quiet     nothing else is started here
     loop      one process that computes in pure Python
@@ -104,17 +104,13 @@ def main() -> None:
                         speeds |= theirs(wanted.llama, file, users)
                 for who, speed in speeds.items():
                     seen[condition, users, who].append(speed)
-    print(f"{'beside':8s} users  {'who':18s} {'tokens/s':>9s}  {'lowest to highest':18s} of plain  of quiet")
+    print(f"{'beside':8s} users  {'who':18s} {'tokens/s':>9s}  {'lowest to highest':18s} of plain  of the first")
+    first = next(iter(seen))[0]
     for (condition, users, who), found in sorted(seen.items(), key=lambda item: item[0][1]):
-        plain, quiet = (median(seen[key]) for key in ((condition, users, "plain"), (_quietest(seen), users, who)))
+        plain, quiet = (median(seen[key]) for key in ((condition, users, "plain"), (first, users, who)))
         speed, spread = median(found), f"{min(found):.1f} to {max(found):.1f}"
         parts = f"{speed / plain:8.3f}  {speed / quiet:8.3f}"
         print(f"{condition:8s} {users:5d}  {who:18s} {speed:9.1f}  {spread:18s} {parts}")
-
-
-def _quietest(seen: Speeds) -> str:
-    """The first condition of those measured, which others are told in parts of."""
-    return next(iter(seen))[0]
 
 
 if __name__ == "__main__":

@@ -66,14 +66,14 @@ class Clocks:
 
         return timed
 
-    def step(self, engine: Engine) -> tuple[Times, int]:
-        """One step, taken apart, and the tokens that it gave."""
+    def step(self, engine: Engine) -> Times:
+        """One step, taken apart."""
         self._spent.clear()
         waited = self._waited()
         for each in (*self._layers["verify"], *self._layers["draft"]):
             ctypes.memset(each, 0, ctypes.sizeof(each))
         began = time.perf_counter()
-        pieces = engine.step()
+        engine.step()
         whole, told = time.perf_counter() - began, dict[str, float]()
         for part, counted in self._layers.items():
             for number, phase in enumerate(PHASES):
@@ -83,7 +83,7 @@ class Clocks:
         told["Python"] = whole - sum(self._spent.values())
         told["a step"] = whole
         told["waiting"] = (self._waited() - waited) * 1e-9
-        return told, sum(len(piece.tokens) for piece in pieces)
+        return told
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def _some_steps(engine: Engine, clocks: Clocks, users: int, depth: int) -> list[
         engine.step()
     times = list[Times]()
     while len(engine.scheduler.requests) == users and len(times) < 20:
-        times.append(clocks.step(engine)[0])
+        times.append(clocks.step(engine))
     for key in keys:
         engine.cancel(key)
     while engine.busy:

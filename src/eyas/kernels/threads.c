@@ -62,7 +62,6 @@ static int made;                /* threads of the pool */
 
 /* Nanoseconds: until when nobody is asked, when the window began, what was lost in it, all that was waited. */
 static int64_t alone_until, window_began, lost, waited_in_all;
-static int64_t works_alone; /* times that the pool was given up */
 
 static int64_t now(void) {
     struct timespec time;
@@ -145,8 +144,8 @@ static void wait_for_others(long count) {
     waited_in_all += waited;
     if (waited > HELD_UP) lost += waited;
     if (ended < window_began + WINDOW) return;
-    if (lost > MOST_LOST * (ended - window_began) && ended < window_began + 2 * WINDOW)
-        alone_until = ended + ALONE, works_alone++;
+    /* A window that ends late has a rest in it, of which nothing was lost: it tells nothing. */
+    if (lost > MOST_LOST * (ended - window_began) && ended < window_began + 2 * WINDOW) alone_until = ended + ALONE;
     window_began = ended, lost = 0;
 }
 
@@ -180,5 +179,3 @@ void do_pieces(pieces *some, const void *work, long count, int threads) {
 
 /* Nanoseconds that were spent waiting for the last pieces of some work. */
 int64_t nanoseconds_waited(void) { return waited_in_all; }
-/* How often the pool was left alone for a while. */
-int64_t times_alone(void) { return works_alone; }
