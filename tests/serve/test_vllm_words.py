@@ -42,13 +42,16 @@ def test_metrics_have_vllms_names_and_labels_too(new_server: Any) -> None:
         assert vllm("request_success_total", finished_reason="length") == 1
         for histogram, count in (
             ("time_to_first_token_seconds", 1),
-            ("inter_token_latency_seconds", 39),
             ("e2e_request_latency_seconds", 1),
             ("request_prompt_tokens", 1),
             ("request_generation_tokens", 1),
         ):
             assert vllm(f"{histogram}_count") == count
             assert vllm(f"{histogram}_bucket", le="+Inf") == count
+        # a busy server may send the first tokens together: nobody saw the time between those
+        between = vllm("inter_token_latency_seconds_count")
+        assert 30 <= between <= 39
+        assert vllm("inter_token_latency_seconds_bucket", le="+Inf") == between
         client.complete(prompt="abcabcab" * 9)
         client.complete(prompt="abcabcab" * 9)
         told = samples(client.get("/metrics").text)
