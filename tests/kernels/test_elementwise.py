@@ -83,6 +83,13 @@ def test_what_is_impossible_is_never_the_most_likely(glue: Elementwise) -> None:
     assert chance.tolist() == [1.0, 1.0]
 
 
+def test_what_is_no_number_is_passed_over(glue: Elementwise) -> None:
+    logits = torch.zeros(3, 5000)
+    logits[0, 7], logits[0, 3333], logits[1, 4990] = float("nan"), 2.0, 1.0
+    logits[2] = float("nan")
+    assert glue.most_likely(logits).tolist() == [3333, 4990, 4999]
+
+
 def test_norms_read_and_write_rows_that_lie_apart(glue: Elementwise) -> None:
     wide, weight = torch.randn(5, 96), torch.randn(32)
     out = torch.zeros(5, 96)

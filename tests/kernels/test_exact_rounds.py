@@ -97,6 +97,25 @@ def test_layouts_of_drafts(arrays_of: Callable[[RoundState], exact_rounds.RoundA
         assert_same_state(state, other)
 
 
+def test_layouts_of_next_drafts_reach_as_far_ahead_as_told(
+    arrays_of: Callable[[RoundState], exact_rounds.RoundArrays],
+) -> None:
+    for seed in range(SEEDS):
+        state, made, ahead = random_state(seed), 1 + seed % 3, seed % 4
+        row_R = list(range(seed % 2, SLOTS, 2))
+        layout = arrays_of(state).next_tokens(SIZE, row_R, made, ahead)
+        slots = state.row_slot[row_R].tolist()
+        base_R = [int(state.length_S[slot]) + made - 1 for slot in slots]
+        assert [(row.base, row.count) for row in layout.rows] == [(base, 1) for base in base_R]
+        tables = [state.table_SP[slot].tolist() for slot in slots]
+        for row, table, base in zip(layout.rows, tables, base_R, strict=True):
+            reached = (base + ahead) // SIZE + 1
+            assert list(row.blocks[:reached]) == table[:reached]
+        placed = [table[base // SIZE] * SIZE + base % SIZE for table, base in zip(tables, base_R, strict=True)]
+        assert layout.slot_mapping_N.tolist() == placed
+        assert layout.position_N.tolist() == base_R
+
+
 def test_outcomes(arrays_of: Callable[[RoundState], exact_rounds.RoundArrays]) -> None:
     for seed in range(SEEDS):
         state, other, rows, depth = random_state(seed), random_state(seed), 1 + seed % SLOTS, seed % (DEPTH + 1)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, PackedRows
 from eyas.kernels.native import load_native
 from eyas.kernels.round_offers import LOOKED_UP
 from eyas.kernels.round_tensors import RoundTensors
@@ -65,17 +65,16 @@ class RoundArrays:
             *(self.sure_RK.ctypes.data, self.depth_R.ctypes.data, self.table_SP.ctypes.data),
             *(self.ring, most, self.table_SP.shape[1]),
         )
-        self._layout = _LayoutPointers(*(x.ctypes.data for x in (*self._row_4R, *self._token_4N)))
+        self._packed = np.empty(rows * (4 + self.table_SP.shape[1]), dtype=np.int32)
+        self._layout = _Layout(*(x.ctypes.data for x in (*self._row_4R, *self._token_4N, self._packed)))
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._layout)
 
     def lay_out_verify(self, block_size: int, *, rows: int, depth: int) -> ExactLayout:
         """The newest token of each row and its drafts, as many as `depth_R` says."""
         compiled, (round_at, layout_at) = load_rounds(), self._addresses
-        if compiled is not None:
-            live = compiled.lay_out_verify(round_at, rows, depth, block_size, layout_at)
-        else:
-            live = self._plain_verify(rows, depth, block_size)
-        return self._laid_out(live, block_size)
+        if compiled is None:
+            return self._plainly_laid_out(self._plain_verify(rows, depth, block_size), block_size)
+        return self._laid_out(compiled.lay_out_verify(round_at, rows, depth, block_size, layout_at), rows, block_size)
 
     def lay_out_draft(self, block_size: int, *, rows: int, depth: int, kept: int = 0) -> ExactLayout:
         """The states that wait for the drafter, of each row all but the last `kept`.
@@ -85,11 +84,10 @@ class RoundArrays:
         """
         assert not (kept and depth)
         compiled, (round_at, layout_at) = load_rounds(), self._addresses
-        if compiled is not None:
-            live = compiled.lay_out_draft(round_at, rows, depth, kept, block_size, layout_at)
-        else:
-            live = self._plain_draft(rows, depth, kept, block_size)
-        return self._laid_out(live, block_size)
+        if compiled is None:
+            return self._plainly_laid_out(self._plain_draft(rows, depth, kept, block_size), block_size)
+        live = compiled.lay_out_draft(round_at, rows, depth, kept, block_size, layout_at)
+        return self._laid_out(live, rows, block_size)
 
     def settle(self, *, rows: int, depth: int, token_N: Tensor, packed: bool) -> Tensor:
         """Move the rows on by the target's tokens, of live tokens or of all; a line of each as `round_outcome.settle`
@@ -125,6 +123,11 @@ class RoundArrays:
 
     def next_tokens(self, block_size: int, row_R: Sequence[int], made: int, ahead: int) -> AttentionMetadata:
         """The drafter over the newest drafts of these rows, of which there are `made`; `ahead` more may follow."""
+        compiled, live = load_rounds(), len(row_R)
+        if compiled is not None:
+            self._row_4R[0, :live] = row_R
+            compiled.lay_out_next(self._addresses[0], live, made, ahead, block_size, self._addresses[1])
+            return self._laid_out(live, live, block_size).tokens
         rows, slots = list[AttentionRow](), self.row_slot[list(row_R)]
         for slot, length in zip(slots.tolist(), self.length_S[slots].tolist(), strict=True):
             base = length + made - 1
@@ -151,19 +154,27 @@ class RoundArrays:
                 self.sure_RK[row, first:deepest] = LOOKED_UP
             self.depth_R[row] = deep if stands else own
 
-    def _laid_out(self, live: int, block_size: int) -> ExactLayout:
-        row_R, slots, bases, counts = self._row_4R[:, :live].tolist()
-        in_cache_N, position_N, ids_N, place_N = torch.from_numpy(self._token_4N[:, : sum(counts)].copy()).unbind()
+    def _laid_out(self, live: int, room: int, block_size: int) -> ExactLayout:
+        """What compiled code left of so many rows, in room for some."""
+        width = self._layout.width
+        memory = self._packed[: room * (4 + width)].copy()
+        return self._layout_of(PackedRows(memory, rows=live, room=room, blocks=width), live, block_size)
+
+    def _layout_of(self, rows: Sequence[AttentionRow], live: int, block_size: int) -> ExactLayout:
+        tokens = int(self._row_4R[3, :live].sum())
+        in_cache_N, position_N, ids_N, place_N = torch.from_numpy(self._token_4N[:, :tokens].copy()).unbind()
+        metadata = AttentionMetadata(block_size=block_size, slot_mapping_N=in_cache_N, position_N=position_N, rows=rows)
+        return ExactLayout(tokens=metadata, ids_N=ids_N, place_N=place_N, row_R=self._row_4R[0, :live].tolist())
+
+    # --- without a compiler ------------------------------------------------------------------------------------
+
+    def _plainly_laid_out(self, live: int, block_size: int) -> ExactLayout:
+        _, slots, bases, counts = self._row_4R[:, :live].tolist()
         rows = [
             AttentionRow(blocks=self.blocks(slot, base + count, block_size), base=base, count=count)
             for slot, base, count in zip(slots, bases, counts, strict=True)
         ]
-        metadata = AttentionMetadata(
-            block_size=block_size, slot_mapping_N=in_cache_N, position_N=position_N, rows=tuple(rows)
-        )
-        return ExactLayout(tokens=metadata, ids_N=ids_N, place_N=place_N, row_R=row_R)
-
-    # --- without a compiler ------------------------------------------------------------------------------------
+        return self._layout_of(rows, live, block_size)
 
     def _plain_verify(self, rows: int, depth: int, block_size: int) -> int:
         live_R = self.live(rows, depth)
@@ -233,11 +244,13 @@ class _Round(ctypes.Structure):
     )
 
 
-class _LayoutPointers(ctypes.Structure):
+class _Layout(ctypes.Structure):
     """`struct layout`."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("row", "slot", "base", "count", "in_cache", "position", "id", "place")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("row", "slot", "base", "count")),
+        *((name, ctypes.c_void_p) for name in ("in_cache", "position", "id", "place", "packed")),
+        ("width", ctypes.c_int64),
     )
 
 
@@ -248,15 +261,16 @@ def load_rounds() -> Any:
     if loaded is None:
         return None
     library = ctypes.PyDLL(loaded._name, handle=loaded._handle)  # calls are too short to let others run meanwhile
-    if library.round_bytes() != ctypes.sizeof(_Round) or library.layout_bytes() != ctypes.sizeof(_LayoutPointers):
+    if library.round_bytes() != ctypes.sizeof(_Round) or library.layout_bytes() != ctypes.sizeof(_Layout):
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_long
     library.lay_out_verify.argtypes = [pointer, number, number, number, pointer]
     library.lay_out_draft.argtypes = [pointer, number, number, number, number, pointer]
+    library.lay_out_next.argtypes = [pointer, number, number, number, number, pointer]
     library.settle.argtypes = [pointer, number, number, pointer, ctypes.c_int, pointer]
     library.live_tokens.argtypes = [pointer, number, number]
     library.lay_out_verify.restype = library.lay_out_draft.restype = library.live_tokens.restype = number
-    library.settle.restype = None
+    library.lay_out_next.restype = library.settle.restype = None
     return library
 
 

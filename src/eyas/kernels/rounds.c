@@ -24,6 +24,8 @@ struct round {
 struct layout {
     int64_t *row, *slot, *base, *count;         /* of each live row, its number first */
     int64_t *in_cache, *position, *id, *place;  /* of each token; place: in the ring of all slots */
+    int32_t *packed;                            /* the rows as attention reads them (PackedRows), in room for all */
+    int64_t width;                              /* blocks of each there */
 };
 
 long round_bytes(void) { return sizeof(struct round); }
@@ -38,11 +40,22 @@ static int64_t live_of(const struct round *round, int64_t row, int64_t depth) {
     return depth ? 1 + round->depth[row] : 1;
 }
 
-/* The tokens from each row's base on, and the ids `shift` positions behind them that the ring knows. */
-static void take(const struct round *round, const struct layout *out, long rows, long block_size, int64_t shift) {
+/* The tokens from each row's base on, and the ids `shift` positions behind them that the ring knows. Blocks are told for
+ * `ahead` more. There is room for `room` rows. */
+static void take(const struct round *round, struct layout *out, long rows, long room, long block_size, int64_t shift,
+                 int64_t ahead) {
     long N = 0;
+    out->width = 0;
+    for (long r = 0; r < rows; r++) {
+        const int64_t used = (out->base[r] + out->count[r] + ahead + block_size - 1) / block_size;
+        out->width = used > out->width ? used : out->width;
+    }
+    int32_t *base = out->packed, *end = base + room, *start = end + room, *count = start + room, *blocks = count + room;
     for (long r = 0; r < rows; r++) {
         const int64_t first = out->slot[r] * round->ring, *table = round->table + out->slot[r] * round->blocks;
+        base[r] = (int32_t)out->base[r], end[r] = (int32_t)(out->base[r] + out->count[r]);
+        start[r] = (int32_t)N, count[r] = (int32_t)out->count[r];
+        for (int64_t b = 0; b < out->width; b++) blocks[r * out->width + b] = (int32_t)table[b]; /* more than is read */
         for (int64_t p = out->base[r]; p < out->base[r] + out->count[r]; p++, N++) {
             out->in_cache[N] = table[p / block_size] * block_size + p % block_size;
             out->position[N] = p;
@@ -53,7 +66,7 @@ static void take(const struct round *round, const struct layout *out, long rows,
 }
 
 /* The newest token of each row and its drafts. Gives how many rows are live. */
-long lay_out_verify(const struct round *round, long rows, long depth, long block_size, const struct layout *out) {
+long lay_out_verify(const struct round *round, long rows, long depth, long block_size, struct layout *out) {
     long live_rows = 0, N = 0;
     for (long r = 0; r < rows; r++) {
         const int64_t live = live_of(round, r, depth), slot = round->slot[r];
@@ -62,7 +75,7 @@ long lay_out_verify(const struct round *round, long rows, long depth, long block
         out->base[live_rows] = round->length[slot], out->count[live_rows] = live;
         live_rows++;
     }
-    take(round, out, live_rows, block_size, 0);
+    take(round, out, live_rows, rows, block_size, 0, 0);
     for (long r = 0; r < live_rows; N += out->count[r++])
         memcpy(out->id + N + 1, round->drafts + out->row[r] * round->most, (out->count[r] - 1) * sizeof(int64_t));
     return live_rows;
@@ -70,8 +83,7 @@ long lay_out_verify(const struct round *round, long rows, long depth, long block
 
 /* States that each row's drafter has not read, but for the last `kept`, beside the tokens behind them; there must be
  * room for L of each row. With a depth, how deep rows are drafted for is left behind; what has been read always is. */
-long lay_out_draft(const struct round *round, long rows, long depth, long kept, long block_size,
-                   const struct layout *out) {
+long lay_out_draft(const struct round *round, long rows, long depth, long kept, long block_size, struct layout *out) {
     long live_rows = 0;
     for (long r = 0; r < rows; r++) {
         const int64_t slot = round->slot[r], length = round->length[slot], drafted = round->drafted[slot];
@@ -84,8 +96,17 @@ long lay_out_draft(const struct round *round, long rows, long depth, long kept, 
         round->drafted[slot] = length - kept;
         live_rows++;
     }
-    take(round, out, live_rows, block_size, 1);
+    take(round, out, live_rows, rows, block_size, 1, 0);
     return live_rows;
+}
+
+/* The slot of the newest draft of each of these rows, of which there are `made`; `ahead` more may follow. */
+void lay_out_next(const struct round *round, long rows, long made, long ahead, long block_size, struct layout *out) {
+    for (long r = 0; r < rows; r++) {
+        out->slot[r] = round->slot[out->row[r]];
+        out->base[r] = round->length[out->slot[r]] + made - 1, out->count[r] = 1;
+    }
+    take(round, out, rows, rows, block_size, 0, ahead);
 }
 
 /* Of all rows together. */

@@ -198,8 +198,8 @@ class _FusedDrafter(DraftPasses):
         """`depths` drafts of each row at once, if all steps are compiled."""
         if self._in_one_call is None:
             return None
-        bases = [row.base for row in attend.metadata.rows]
-        return self._in_one_call.run_chains(feedback_RD, normed_RD, bases, *self._asked(attend), depths)
+        positions = attend.metadata.position_N
+        return self._in_one_call.run_chains(feedback_RD, normed_RD, positions, *self._asked(attend), depths)
 
     def _asked(self, attend: PagedAttention) -> tuple[AttentionBackend, KeysAndValues, int | None]:
         return attend.backend, attend.cache.memory(0, self._like_NGK, self._like_NGK), attend.window

@@ -24,6 +24,8 @@
 #include "../threads.h"
 #include "../vectors.h"
 
+#include <limits.h>
+
 /* Lines of a tile: four slots each, so 16 of 32 registers hold sums or 12 of 16. */
 #if defined(__aarch64__) || defined(__AVX512VL__)
 enum { TILE = 4 };
@@ -39,20 +41,22 @@ enum {
     WIDE = 4,    /* vectors of a value worked on at once */
 };
 
-/* What is the same for all layers of a pass; paged_native.py has the same fields. */
+/* What is the same for all layers of a pass; cpu.py has the same fields. */
 struct pass {
     const int32_t *table; /* [rows][blocks] */
     int32_t *base;        /* [rows] */
     int32_t *end;         /* [rows]: the slot behind the tail */
-    const int32_t *start; /* [rows + 1]: the first token, and N */
+    const int32_t *start; /* [rows]: the first token */
+    const int32_t *count; /* [rows]: new tokens */
     const uint64_t *seen; /* [N]: bit t: the token sees tail slot t, where a tail is that short; null: all are chains */
     int64_t *slot;        /* [N]: where new keys and values are written */
-    const struct unit *units;
-    const struct task *tasks;
+    struct unit *units;
+    struct task *tasks;
     float *parts;
     int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
     const int32_t *idle; /* tokens of no row, which get zeros */
-    int64_t rows, blocks, block_size, new_tokens, task_count, idle_count;
+    int64_t rows, blocks, block_size, new_tokens, idle_count;
+    int64_t unit_count, task_count, part_count;
     int64_t window, sinks; /* window 0: none */
     int64_t shared, key_heads, slots, key_size, value_size; /* F, G, C, K, V */
     int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides, in floats */
@@ -362,13 +366,51 @@ static void merge(const struct pass *pass, const struct layer *layer, const stru
     }
 }
 
+/* The lines `first` to `end` of a row, in a pass that may advance by `ahead` slots. */
+static struct unit unit_of(const struct pass *pass, long row, long first, long end, long ahead) {
+    long least = LONG_MAX, most = 0;
+    for (long query = first / pass->shared; query <= (end - 1) / pass->shared; query++) {
+        const long position = position_of(pass, row, query);
+        least = smaller(least, position), most = position > most ? position : most;
+    }
+    const long nearest = pass->window && !pass->sinks && least >= pass->window ? least + 1 - pass->window : 0;
+    return (struct unit){.row = (int32_t)row, .first = (int32_t)first, .lines = (int32_t)(end - first),
+                         .first_chunk = (int32_t)(nearest / CHUNK), .end_chunk = (int32_t)((most + ahead) / CHUNK + 1)};
+}
+
+/* Counts the units of a pass from number `from` on, no more than have room in `most_parts` parts but for one, their tasks
+ * and their parts; gives the number of the next unit, or 0 if there is none. Lists them, where there is memory for that. */
+long plan_blocks(struct pass *pass, long from, long most_parts, long ahead) {
+    const long G = pass->key_heads;
+    long number = 0;
+    struct unit *units = pass->units;
+    pass->unit_count = pass->task_count = pass->part_count = 0;
+    for (long row = 0; row < pass->rows; row++) {
+        const long lines = pass->count[row] * pass->shared;
+        for (long first = 0; first < lines; first += BLOCK) {
+            if (number++ < from) continue;
+            struct unit unit = unit_of(pass, row, first, smaller(first + BLOCK, lines), ahead);
+            const long chunks = unit.end_chunk - unit.first_chunk, parts = chunks * G * unit.lines;
+            if (pass->unit_count && pass->part_count + parts > most_parts) return number - 1;
+            unit.first_part = (int32_t)pass->part_count;
+            for (long g = 0; units && g < G; g++) pass->left[pass->unit_count * G + g] = (int32_t)chunks;
+            for (long c = 0; units && c < chunks; c++)
+                pass->tasks[pass->task_count + c] =
+                    (struct task){.unit = (int32_t)pass->unit_count, .chunk = (int32_t)(unit.first_chunk + c)};
+            if (units) units[pass->unit_count] = unit;
+            pass->unit_count++, pass->task_count += chunks, pass->part_count += parts;
+        }
+    }
+    return 0;
+}
+
 /* Let the new tokens of every row stand one slot further on, in a pass of chains that was planned to reach so far:
  * chunks that nobody sees yet give nothing. */
 void advance_blocks(struct pass *pass) {
     for (long r = 0; r < pass->rows; r++) {
         pass->base[r]++, pass->end[r]++;
-        for (long n = pass->start[r]; n < pass->start[r + 1]; n++)
-            pass->slot[n] = place_of(pass, r, pass->base[r] + n - pass->start[r]);
+        for (long i = 0; i < pass->count[r]; i++)
+            pass->slot[pass->start[r] + i] = place_of(pass, r, pass->base[r] + i);
     }
 }
 
@@ -389,8 +431,8 @@ static void run_tasks(const void *of, long first, long end) {
 
 /* What whoever prepares a pass must know. */
 int chunk_positions(void) { return CHUNK; }
-int block_lines(void) { return BLOCK; }
 int pass_bytes(void) { return sizeof(struct pass); }
+int unit_bytes(void) { return sizeof(struct unit); }
 
 /* Write the new keys and values [N, G, .] to their slots in keys and values [G, C, .], then answer q [N, H, K] of all
  * units in output [N, H, V]. `softcap` 0 is none; `sink` may be null. */

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +38,10 @@ MOST_PARTS_BYTES = 4 * 2**20
 WORK_OF_A_THREAD = 1 << 18
 """Products of numbers below which a second thread costs more than it saves."""
 
-_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left", "idle")
+_POINTERS = ("table", "base", "end", "start", "count", "seen", "slot", "units", "tasks", "parts", "left", "idle")
 _NUMBERS = (
-    *("rows", "blocks", "block_size", "new_tokens", "task_count", "idle_count", "window", "sinks"),
+    *("rows", "blocks", "block_size", "new_tokens", "idle_count"),
+    *("unit_count", "task_count", "part_count", "window", "sinks"),
     *("shared", "key_heads", "slots", "key_size", "value_size"),
     *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
 )
@@ -64,16 +65,18 @@ class AttentionKernel:
         self.library.attend_blocks.argtypes = [pointer] * 8 + [number] * 2
         self.library.attend_blocks.restype = None
         self.library.advance_blocks.argtypes, self.library.advance_blocks.restype = [pointer], None
+        self.library.plan_blocks.argtypes = [pointer, ctypes.c_long, ctypes.c_long, ctypes.c_long]
+        self.library.plan_blocks.restype = ctypes.c_long
+
+    @cached_property
+    def unit_size(self) -> int:
+        """Integers of 32 bits that say what a unit is."""
+        return int(self.library.unit_bytes()) // 4
 
     @cached_property
     def chunk(self) -> int:
         """Positions in a chunk."""
         return int(self.library.chunk_positions())
-
-    @cached_property
-    def block(self) -> int:
-        """Lines in a unit, at most."""
-        return int(self.library.block_lines())
 
 
 @cache
@@ -241,62 +244,38 @@ class CompiledBackend(AttentionBackend):
     def _plan(self, asked: _Asked) -> Iterator["_Wave"]:
         """What one layer does: almost always a single call."""
         (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
-        metadata, shared, part_bytes = self.metadata, heads // key_heads, 4 * (2 + value_size)
-        (widest, rows), tree_mask_N = metadata.numbers(asked.ahead), metadata.tree_mask_N()
+        metadata, part, plan = self.metadata, 2 + value_size, self._kernel.library.plan_blocks
+        rows, idle, tree_mask_N = metadata.packed(asked.ahead), array("i", metadata.idle), metadata.tree_mask_N()
         assert not (asked.ahead and tree_mask_N is not None), "only chains advance"
-        idle, left = metadata.idle, [*self._units(asked, shared)][::-1]
-        first = True
-        while left or first:
-            units: list[tuple[int, ...]] = []
-            tasks: list[tuple[int, int]] = []
-            parts = work = 0
-            while left:
-                _, _, lines, begin, end = left[-1]
-                more = (end - begin) * key_heads * lines
-                if units and (parts + more) * part_bytes > MOST_PARTS_BYTES:
-                    break
-                units.append((*left.pop(), parts))
-                tasks += [(len(units) - 1, chunk) for chunk in range(begin, end)]
-                parts += more
-                work += more * self._kernel.chunk * (key_size + value_size)
-            lists = [*rows, [*chain(*units)], [*chain(*tasks)], [x[4] - x[3] for x in units for _ in range(key_heads)]]
-            integers, (base, end, start, table, units_at, tasks_at, left_at, idle_at) = _side_by_side([*lists, idle])
-            parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
-            pointers = (
-                *(table, base, end, start, None if tree_mask_N is None else tree_mask_N.data_ptr()),
-                *(metadata.slot_mapping_N.data_ptr(), units_at, tasks_at, parts_P.data_ptr(), left_at, idle_at),
+        at, most, has_begun = 0, MOST_PARTS_BYTES // (4 * part), False
+        while at or not has_begun:
+            made = _Pass(
+                **rows.fields,
+                seen=None if tree_mask_N is None else tree_mask_N.data_ptr(),
+                slot=metadata.slot_mapping_N.data_ptr(),
+                idle=idle.buffer_info()[0],
+                block_size=metadata.block_size,
+                new_tokens=0 if has_begun else tokens,
+                idle_count=0 if has_begun else len(idle),
+                window=asked.window or 0,
+                sinks=self.sinks,
+                shared=heads // key_heads,
+                key_heads=key_heads,
+                slots=asked.slots,
+                key_size=key_size,
+                value_size=value_size,
             )
-            numbers = (
-                *(len(metadata.rows), widest, metadata.block_size, tokens if first else 0, len(tasks)),
-                *(len(idle) if first else 0, asked.window or 0, self.sinks, shared, key_heads),
-                *(asked.slots, key_size, value_size),
-                *asked.strides,
-                min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
-            )
-            made = _Pass(*pointers, *numbers)
-            yield _Wave(
-                address=ctypes.addressof(made), kept=(made, integers, parts_P, tree_mask_N, metadata.slot_mapping_N)
-            )
-            first = False
-
-    def _units(self, asked: _Asked, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """The row, lines from and how many, chunks from and to."""
-        chunk, block, window = self._kernel.chunk, self._kernel.block, asked.window
-        for index, row in enumerate(self.metadata.rows):
-            positions, lines = row.positions(), row.count * shared
-            for first in range(0, lines, block):
-                count = min(block, lines - first)
-                asking = positions[first // shared : (first + count - 1) // shared + 1]
-                nearest = 0 if window is None else max(0, min(asking) + 1 - window)
-                begin = 0 if self.sinks else nearest // chunk
-                yield index, first, count, begin, (max(asking) + asked.ahead) // chunk + 1
-
-
-def _side_by_side(lists: Sequence[Sequence[int]]) -> "tuple[array[int], list[int]]":
-    """All numbers in one piece of memory, and the address of each list. A tensor takes five times as long to make."""
-    integers = array("i", chain.from_iterable(lists))
-    first, _ = integers.buffer_info()
-    return integers, [first + integers.itemsize * before for before in accumulate(map(len, lists[:-1]), initial=0)]
+            made.q_token, made.q_head, made.k_token, made.k_head, made.v_token, made.v_head = asked.strides
+            address = ctypes.addressof(made)
+            plan(address, at, most, asked.ahead)
+            sizes = made.part_count * part, made.unit_count * self._kernel.unit_size, made.task_count * 2
+            memory = torch.empty(sum(sizes) + made.unit_count * key_heads, dtype=torch.float32)
+            first = made.parts = memory.data_ptr()
+            made.units, made.tasks, made.left = (first + 4 * before for before in accumulate(sizes))
+            at, has_begun = plan(address, at, most, asked.ahead), True
+            work = made.part_count * self._kernel.chunk * (key_size + value_size)
+            made.threads = min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD)
+            yield _Wave(address=address, kept=(made, rows, idle, memory, tree_mask_N, metadata.slot_mapping_N))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -22,11 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
+from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Integers32 = NDArray[np.int32]
 TREE_BITS = 64
 """Tail slots of a tree, at most: who sees whom is kept as bits of an int64."""
 
@@ -77,6 +80,58 @@ class AttentionRow:
             assert not own.triu(1).any(), "parents before children"
 
 
+class PackedRows(Sequence[AttentionRow]):
+    """Chains as compiled code reads and writes them: what it says of R rows lies in one piece of memory.
+
+    Integers of 32 bits: base, end, first token and new tokens of every row, then its blocks. There may be room for more
+    rows than there are.
+    """
+
+    def __init__(self, memory: Integers32, *, rows: int, room: int, blocks: int) -> None:
+        """`blocks` of each row."""
+        self._memory, self._rows, self._room, self._blocks = memory, rows, room, blocks
+        first, step = memory.__array_interface__["data"][0], room * memory.itemsize
+        self.fields = {
+            "base": first,
+            "end": first + step,
+            "start": first + 2 * step,
+            "count": first + 3 * step,
+            "table": first + 4 * step,
+            "rows": rows,
+            "blocks": blocks,
+        }
+        """What `struct pass` of `cpu.c` has of them."""
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[AttentionRow]: ...
+
+    def __getitem__(self, index: int | slice) -> AttentionRow | Sequence[AttentionRow]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(self._rows)[index]]
+        at, room = range(self._rows)[index], self._room
+        base, _, _, count = self._memory[at : at + 3 * room + 1 : room].tolist()
+        blocks = self._memory[4 * room + at * self._blocks :][: self._blocks]
+        return AttentionRow(blocks=blocks.tolist(), base=base, count=count)
+
+    @property
+    def bases(self) -> list[int]:
+        """Of all rows."""
+        bases: list[int] = self._memory[: self._rows].tolist()
+        return bases
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of all rows."""
+        counts: list[int] = self._memory[3 * self._room :][: self._rows].tolist()
+        return counts
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockTables:
     """The rows as kernels read them, on the device."""
@@ -108,7 +163,7 @@ class AttentionMetadata:
     slot_mapping_N: Tensor
     """Where each token's key and value are written: places in the cache."""
     position_N: Tensor
-    rows: tuple[AttentionRow, ...] = ()
+    rows: Sequence[AttentionRow] = ()
     """None of them where all was made on the device."""
     on_device: BlockTables | None = None
     first_token_R: tuple[int, ...] | None = None
@@ -300,7 +355,20 @@ class AttentionMetadata:
         """Where rows begin among the N tokens, and N."""
         if self.first_token_R is not None:
             return [*self.first_token_R, len(self.position_N)]
-        return [0, *accumulate([row.count for row in self.rows])]
+        return [0, *accumulate(self._counts)]
+
+    @property
+    def _counts(self) -> Sequence[int]:
+        rows = self.rows
+        return rows.counts if isinstance(rows, PackedRows) else [row.count for row in rows]
+
+    def packed(self, ahead: int = 0) -> PackedRows:
+        """The rows as compiled code reads them, with blocks that reach `ahead` slots further."""
+        if isinstance(self.rows, PackedRows):
+            return self.rows
+        widest, (bases, ends, starts, table) = self.numbers(ahead)
+        memory = np.array([*bases, *ends, *starts[:-1], *self._counts, *table], dtype=np.int32)
+        return PackedRows(memory, rows=len(bases), room=len(bases), blocks=widest)
 
     @cached_property
     def tables(self) -> BlockTables:
@@ -337,7 +405,7 @@ class AttentionMetadata:
 
     def tree_mask_N(self) -> Tensor | None:
         """As `BlockTables` has it, of rows known on the host."""
-        if all(row.ancestors is None for row in self.rows):
+        if isinstance(self.rows, PackedRows) or all(row.ancestors is None for row in self.rows):
             return None
         tree_mask_N = torch.zeros(self.starts[-1], dtype=torch.int64)
         for row, start in zip(self.rows, self.starts, strict=False):

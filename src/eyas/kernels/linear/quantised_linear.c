@@ -69,7 +69,7 @@ enum {
     CHUNK = 16,         /* blocks that are unpacked at a time: they stay in the first-level cache for all rows */
     FEW = 1 << 13,      /* numbers that one thread has quantised before a second one has begun */
     LINE = 64,          /* bytes that come from memory at once */
-    AHEAD = 4096,       /* bytes of weights that are on their way: the processor itself looks no further than a page */
+    AHEAD = 8192,       /* bytes of weights that are on their way: the processor itself looks no further than a page */
 };
 
 /* What a format is made of; quantised_linear.py has the same. */
@@ -228,7 +228,7 @@ static long block_bytes(int format) { return head_bytes(format) + PANEL * (forma
 /* Have a block fetched that will be needed in a while. */
 INLINE void fetch_ahead(const uint8_t *w, const long size) {
 #if defined(__x86_64__)
-    UNROLL for (long i = 0; i < size; i += LINE) __builtin_prefetch(w + AHEAD + i);
+    UNROLL for (long i = 0; i < size; i += LINE) __builtin_prefetch(w + AHEAD + i, 0, 2); /* second-level cache */
 #endif
 }
 

@@ -198,7 +198,7 @@ class DraftLayer(Layers):
         self,
         feedback_RD: Tensor,
         normed_RD: Tensor,
-        positions: Sequence[int],
+        position_R: Tensor,
         attention: AttentionBackend,
         kv: tuple[Tensor, Tensor],
         window: int | None,
@@ -206,15 +206,16 @@ class DraftLayer(Layers):
     ) -> ChainsOutput | None:
         """`depths` drafts of each request.
 
-        The first ones come of the states given, and are read at `positions`, in the only slots of the pass. None where
-        a step is not compiled.
+        The first ones come of the states given, and are read at these positions, in the only slots of the pass. None
+        where a step is not compiled.
         """
-        head, ahead, rows = self._head, max(0, depths - 2), len(positions)
+        head, ahead, rows = self._head, max(0, depths - 2), len(position_R)
         waves = None if head is None else self.waves(attention, {0: kv}, rows, [window], ahead=ahead)
         if head is None or waves is None:
             return None
         assert all(x.is_contiguous() for x in (feedback_RD, normed_RD))
-        self._around.turns.reach(max(positions) + depths)
+        next_R = position_R.numpy().copy()  # advanced below
+        self._around.turns.reach(int(next_R.max()) + depths)
         size, words = normed_RD.shape[1], head.linear.out_features
         numbers = rows * (self._numbers(size) + 2 * size + words)
         if len(self._chain_memory) < numbers:
@@ -223,13 +224,13 @@ class DraftLayer(Layers):
         normed_at = memory.data_ptr() + 4 * rows * self._numbers(size)
         x_at, logits_at = normed_at + 4 * rows * size, normed_at + 4 * 2 * rows * size
         ctypes.memmove(normed_at, normed_RD.data_ptr(), 4 * rows * size)
-        position_R, token_KR = np.array(positions, dtype=np.int64), np.empty((depths, rows), dtype=np.int64)
+        token_KR = np.empty((depths, rows), dtype=np.int64)
         chance_KR = np.empty((depths, rows), dtype=np.float32)
         run = self._run(waves, rows, size, x_at, memory)
-        depth = self._depth(None, position_R.ctypes.data, feedback_RD.data_ptr(), normed_at)
+        depth = self._depth(None, next_R.ctypes.data, feedback_RD.data_ptr(), normed_at)
         chain = _Chain(
             ProductWeight.of(head.linear),
-            *(head.target_id_W.data_ptr(), position_R.ctypes.data, logits_at),
+            *(head.target_id_W.data_ptr(), next_R.ctypes.data, logits_at),
             *(token_KR.ctypes.data, chance_KR.ctypes.data),
             *(depths, head.feeds_normed, head.logit_scale),
         )
