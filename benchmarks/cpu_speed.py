@@ -5,7 +5,7 @@
     python benchmarks/cpu_speed.py --target model.gguf --drafter none  another file, without a drafter
 
 The engines take turns of a quarter of a second (`first_requests.py`); llama.cpp, a process of its own, runs in turn
-with whole rounds of them, and reads prompts of 128 tokens. Tokens per second of all users together: medians over
+with whole rounds of them; both read prompts of 128 tokens. Tokens per second of all users together: medians over
 rounds, with the lowest and the highest, in parts of plain decoding and of the first condition measured:
 
     quiet     nothing else is started here
@@ -18,6 +18,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +30,11 @@ from engine_speed import read_drafter
 from first_requests import Server
 
 from eyas.drafter.model import Drafter
-from eyas.engine.request import Speculation
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request, Speculation
 from eyas.loading import load_target
+from eyas.sampling import Sampling
 from eyas.target.locate import gguf_of
 from eyas.target.model import Target
 
@@ -67,7 +71,23 @@ def ours(target: Target, drafter: Drafter | None, users: int, tokens: int) -> di
     waiting = list(servers.values())
     while waiting:
         waiting = [server for server in waiting if server.take_turn()]
-    return {way: server.run(tokens // 2).speed for way, server in servers.items()}
+    return {way: server.run(tokens // 2).speed for way, server in servers.items()} | {
+        "plain, prompts": prompts(target, users)
+    }
+
+
+def prompts(target: Target, users: int, times: int = 5) -> float:
+    """How fast prompts that nobody has seen before are read, tokens per second."""
+    engine, seconds = Engine(target, config=EngineConfig(capture_ahead=True)), list[float]()
+    for _ in range(times):
+        asked = torch.randint(target.facts.vocab_size, (users, PROMPT)).tolist()
+        began = time.perf_counter()
+        for prompt in asked:
+            engine.submit(Request(prompt=tuple(prompt), sampling=Sampling(), max_new_tokens=1))
+        while engine.busy:
+            engine.step()
+        seconds.append(time.perf_counter() - began)
+    return users * PROMPT / median(seconds)
 
 
 def theirs(build: Path, model: Path, users: int) -> dict[str, float]:
