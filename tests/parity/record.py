@@ -82,6 +82,8 @@ def main(job_path: Path) -> None:
         # Its kernel for CPUs turns heads wrongly where neighbours are pairs, and two heads or views of heads are given:
         # so it does for latent attention. The same in torch's own operations is right.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if job["latent"] else {},
+        # Where a processor has AMX, vLLM attends latently by a kernel that refuses float32, unless told otherwise.
+        attention_backend="CPU_MLA" if job["latent"] else None,
         speculative_config={
             "model": job["drafter"],
             "method": job["method"],
