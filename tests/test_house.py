@@ -7,6 +7,7 @@ from pathlib import Path
 
 import eyas
 from each import each
+from structure import layer_table
 
 SOURCE = Path(eyas.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -40,3 +41,7 @@ def test_only_the_engine_decodes() -> None:
     """A loop that commits tokens one step after another exists in one place."""
     scheduled = {str(file.relative_to(SOURCE)) for file in FILES if re.search(r"\bScheduler\(\n?", file.read_text())}
     assert scheduled == {"engine/engine.py"}
+
+
+def test_the_architecture_page_shows_the_layers_as_they_are() -> None:
+    assert layer_table() in (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
