@@ -5,9 +5,10 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from structure import layer_table
+
 import eyas
 from each import each
-from structure import layer_table
 
 SOURCE = Path(eyas.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))

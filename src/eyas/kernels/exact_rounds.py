@@ -66,7 +66,7 @@ class RoundArrays:
             *(self.ring, most, self.table_SP.shape[1]),
         )
         self._packed = np.empty(rows * (4 + self.table_SP.shape[1]), dtype=np.int32)
-        self._layout = _Layout(*(x.ctypes.data for x in (*self._row_4R, *self._token_4N, self._packed)))
+        self._layout = _PackedLayout(*(x.ctypes.data for x in (*self._row_4R, *self._token_4N, self._packed)))
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._layout)
 
     def lay_out_verify(self, block_size: int, *, rows: int, depth: int) -> ExactLayout:
@@ -244,7 +244,7 @@ class _Round(ctypes.Structure):
     )
 
 
-class _Layout(ctypes.Structure):
+class _PackedLayout(ctypes.Structure):
     """`struct layout`."""
 
     _fields_ = (
@@ -261,7 +261,7 @@ def load_rounds() -> Any:
     if loaded is None:
         return None
     library = ctypes.PyDLL(loaded._name, handle=loaded._handle)  # calls are too short to let others run meanwhile
-    if library.round_bytes() != ctypes.sizeof(_Round) or library.layout_bytes() != ctypes.sizeof(_Layout):
+    if library.round_bytes() != ctypes.sizeof(_Round) or library.layout_bytes() != ctypes.sizeof(_PackedLayout):
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_long
     library.lay_out_verify.argtypes = [pointer, number, number, number, pointer]
