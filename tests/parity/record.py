@@ -82,12 +82,13 @@ def main(job_path: Path) -> None:
         # Its kernel for CPUs turns heads wrongly where neighbours are pairs, and two heads or views of heads are given:
         # so it does for latent attention. The same in torch's own operations is right.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if job["latent"] else {},
-        # Where a processor has AMX, vLLM attends latently by a kernel that refuses float32, unless told otherwise.
+        # On processors with AMX, vLLM's default backend for latent attention refuses float32, in target and drafter.
         attention_backend="CPU_MLA" if job["latent"] else None,
         speculative_config={
             "model": job["drafter"],
             "method": job["method"],
             "num_speculative_tokens": job["depth"],
+            "attention_backend": "CPU_MLA" if job["latent"] else None,
         },
     )
     sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
