@@ -129,7 +129,7 @@ VLLM_SERVE = VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $(V
 SPECULATIVE = {"model": "$(SPEC_BENCH_OUT)/drafter", "method": "eagle3", "num_speculative_tokens": 3}
 spec-bench: $(READY) $(VLLM_READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make spec-bench PROMPTS=spec_bench.jsonl"; exit 2; }
-	$(BIN)/eyas convert "$(DRAFTER)" "$(SPEC_BENCH_OUT)/drafter" --to vllm --force
+	$(BIN)/eyas convert "$(DRAFTER)" --out "$(SPEC_BENCH_OUT)/drafter" --to vllm --force
 	$(BIN)/eyas bench --workload "$(PROMPTS)" --limit $(LIMIT) --max-tokens $(MAX_TOKENS) --users 1,4,16 \
 		--repetitions $(REPETITIONS) --out "$(SPEC_BENCH_OUT)" \
 		--serve 'eyas=eyas serve smollm2 $(SAME)' \

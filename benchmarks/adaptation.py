@@ -1,4 +1,4 @@
-"""What `eyas adapt` gains on traffic that a drafter was not trained on, and what it loses elsewhere, by real decoding.
+"""Measures what `eyas adapt` gains on new traffic and loses elsewhere, by real decoding.
 
     python benchmarks/adaptation.py --general spec_bench.jsonl --out runs/adaptation
     python benchmarks/adaptation.py --general spec_bench.jsonl --out runs/adaptation --requests 60 --held-out 16 \\
@@ -25,14 +25,13 @@ from typing import Any
 import numpy as np
 from adaptation_traffic import make_requests
 
-from eyas.train.adaptation.judge import AcceptanceChange, compare
-from eyas.train.adaptation.outcome import interval_of
+from eyas.train.adaptation.judge import AcceptanceChange, compare, interval_of
 
 TRAFFIC = "tickets"
 
 
 def main() -> None:
-    """Do it all and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--general", type=Path, help="prompts of another kind, such as Spec-Bench")
     parser.add_argument("--general-limit", type=int, default=480)
@@ -86,9 +85,9 @@ def _prompts(arguments: argparse.Namespace) -> dict[str, Path]:
         ("replay", arguments.replay_prompts, arguments.replay_limit),
     ):
         if given is not None:
-            lines_of = given.read_text(encoding="utf-8").split("\n")  # not at other separators, which texts may hold
+            lines_of = given.read_text(encoding="utf-8").split("\n")  # texts may contain other separators
             records = [json.loads(line) for line in lines_of if line.strip()]
-            step = max(1, len(records) // limit)  # spread over the file, whose kinds stand one behind the other
+            step = max(1, len(records) // limit)  # evenly over the file, which is sorted by category
             lines[name] = records[::step][:limit]
     files = {name: arguments.out / f"{name}.jsonl" for name in lines}
     for name, file in files.items():
@@ -111,7 +110,7 @@ def _adapted(
     number: int,
     seconds: dict[str, float],
 ) -> tuple[str, dict[str, Any]]:
-    """The drafter, kept or not, and what its record says."""
+    """The adapted drafter, accepted or not, and its record."""
     folder = arguments.out / f"adapted-{number}"
     if not (folder / "record.json").exists():
         given = [str(replay) if word == "REPLAY" else word for word in shlex.split(words)]
@@ -133,7 +132,7 @@ def _decoded(
     depths: list[int],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Real decoding of what was held out, with every drafter at every depth."""
+    """Decode the held-out prompts with every drafter at every depth."""
     files = [prompts[name] for name in ("held-out", "general") if name in prompts]
     words: list[object] = ["eval", *files, "--target", arguments.target, "--max-tokens", arguments.max_tokens]
     words += [word for drafter in drafters.values() for word in ("--drafter", drafter)]
@@ -144,7 +143,7 @@ def _decoded(
 
 
 def changes_of(record: dict[str, Any], before: str, after: str, depth: int) -> dict[str, AcceptanceChange]:
-    """On the traffic and on all else, with and without answers that loop."""
+    """Changes on the traffic and on general prompts, with and without looping answers."""
     (group,) = record["groups"]
     kinds = {one["key"]: "traffic" if one["category"] == TRAFFIC else "general" for one in group["asked"]}
     names = {source: name for name, source in record["drafters"].items()}

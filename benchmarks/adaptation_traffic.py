@@ -1,10 +1,10 @@
-"""Tickets of a service desk that does not exist: one long system prompt, one kind of answer, e-mails to customers.
+"""Makes synthetic support tickets: one long system prompt, one kind of answer, e-mails to customers.
 
     python benchmarks/adaptation_traffic.py traffic.jsonl --requests 2000
 
-It stands for what a deployment sees and a drafter was not trained on: a system prompt of some two hundred tokens that
-is always the same, a fixed form of the answers, and names that other texts do not have. Tickets are made by a seed, no
-two of them alike; the text is made up here and may be passed on.
+It stands for the traffic of a deployment that a drafter was not trained on: a constant system prompt of some two
+hundred tokens, a fixed form of the answers, and names that other texts do not have. Tickets are made by a seed, all of
+them distinct; the text is made up here and may be redistributed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ field crew calls between 7 a.m. and 7 p.m. Never promise a refund, and never bla
 dangerous is to be switched off at the yellow key and left where it is. Units that are under lease plan Gold are \
 replaced within a day, under plan Silver within three days, under plan Basic within a week. Write the e-mail and \
 nothing else."""
-"""What every request begins with."""
+"""Beginning of every user message."""
 
 FIRST = ("Ada", "Boris", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kaya", "Lena", "Milo")
 LAST = ("Abel", "Brook", "Costa", "Dahl", "Ekman", "Fontaine", "Gupta", "Haas", "Ito", "Jensen", "Kovac", "Lund")
@@ -51,7 +51,7 @@ REQUESTS = (
 
 
 def make_requests(count: int, seed: int) -> list[dict[str, Any]]:
-    """So many requests, no two of them alike."""
+    """`count` distinct requests."""
     draw, seen, made = Random(seed), set[str](), list[dict[str, Any]]()
     while len(made) < count:
         ticket = _ticket(draw)

@@ -1,4 +1,4 @@
-"""Open arrivals: requests come at a rate, whether others were answered or not, to `eyas serve` and to `vllm serve`.
+"""Open-loop load on `eyas serve` and `vllm serve`: requests arrive at a fixed rate, whatever was answered so far.
 
     python benchmarks/arrivals.py spec_bench.jsonl --rate 1 --rate 4 --vllm-python .venv-vllm/bin/python
 
@@ -42,7 +42,7 @@ COLUMNS = ("first_ms_p50", "first_ms_p99", "gap_ms_p99", "tokens_per_second")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--rate", type=float, action="append", help="requests per second; default 1 and 4")
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """Start the servers, ask them in turn at every rate."""
+    """Start the servers and measure them in turn at every rate."""
     began, out, vllm = time.perf_counter(), arguments.out, installed(arguments.vllm_python)
     out.mkdir(parents=True, exist_ok=True)
     warm, *by_rate = prompt_files(arguments)
@@ -99,7 +99,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def prompt_files(arguments: argparse.Namespace) -> list[Path]:
-    """Prompts of the warm-up and of each rate, none of them twice: a server's prefix cache would know it."""
+    """Files of prompts for the warm-up and each rate, all distinct, so that no prefix cache helps."""
     counts = [WARM_UP, *[arguments.limit] * len(arguments.rate)]
     tasks = iter(read_workload([arguments.prompts], limit=sum(counts), turns=1, seed=0).tasks)
     files = []
@@ -116,7 +116,7 @@ def prompt_files(arguments: argparse.Namespace) -> list[Path]:
 
 
 def commands(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, str]:
-    """How each server is started."""
+    """The command line of each server."""
     same = (
         f"--served-model-name {MODEL} --max-num-seqs {arguments.max_num_seqs} "
         f"--max-model-len {arguments.max_model_len} --dtype {arguments.dtype}"
@@ -144,7 +144,7 @@ def commands(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, str]:
 
 
 def ask(name: str, url: str, rate: float, prompts: Path, arguments: argparse.Namespace, *, with_vllm: bool) -> Json:
-    """One server at one rate."""
+    """Measure one server at one rate."""
     if not with_vllm:
         folder = arguments.out / f"{name}-{rate:g}"
         _client(own_client(url, prompts, folder, ["--rate", f"{rate:g}"], arguments.max_tokens))
@@ -155,14 +155,14 @@ def ask(name: str, url: str, rate: float, prompts: Path, arguments: argparse.Nam
 
 
 def own_client(url: str, prompts: Path, folder: Path, load: Sequence[str], max_tokens: int) -> list[str]:
-    """`eyas bench`: every prompt once, as served."""
+    """The `eyas bench` command: every prompt once, as served."""
     words = [sys.executable, "-m", "eyas", "bench", "--url", url, "--workload", str(prompts), "--limit", "0", *load]
     words += ["--max-tokens", str(max_tokens), "--repetitions", "1", "--warmup", "0", "--no-prefill", "--no-baseline"]
     return [*words, "--out", str(folder)]
 
 
 def vllm_client(url: str, rate: float, prompts: Path, file: Path, arguments: argparse.Namespace) -> list[str]:
-    """`vllm bench serve`, with the same prompts."""
+    """The `vllm bench serve` command for the same prompts."""
     words = [arguments.vllm_python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--base-url", url]
     words += ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--model", MODEL]
     words += ["--tokenizer", str(locate(arguments.target)), "--dataset-name", "custom", "--dataset-path", str(prompts)]
@@ -217,7 +217,7 @@ def heading() -> str:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """A row for people."""
+    """A row as text."""
     figures = ["-" if row[key] is None else f"{row[key]:.1f}" for key in COLUMNS]
     cells = [*figures, str(row["requests"]), str(row["failed"])]
     return f"{row['server']:<8}{row['rate']:>8g}" + "".join(f"{cell:>23}" for cell in cells)

@@ -1,4 +1,4 @@
-"""Sends a server everything that is known to hurt servers, and judges it. Prints a table; exits with 1 if a bar fails.
+"""Sends a server all known attacks and judges its behaviour. Prints a table; exits with 1 if a bar fails.
 
     python benchmarks/attack.py                                   # starts `eyas serve` itself, with 256 descriptors
     python benchmarks/attack.py --url http://127.0.0.1:8000 --pid 4711
@@ -39,36 +39,36 @@ from soak_server import Health, Server
 
 SERVE = "eyas serve --max-model-len 1024 --max-num-seqs 16 --max-queue 24 --memory-gib 0.25"
 DESCRIPTORS = 256
-"""Of the server: few enough for an attacker to use them up."""
+"""File descriptors of the server: few enough for an attacker to exhaust."""
 SOCKETS = 400
 GROWTH_MIB, LEFT_MIB = 512.0, 256.0
-"""While one attack runs, and when all are over: what stays are caches, and what the allocator keeps."""
+"""MiB that the server may grow during one attack, and after all of them."""
 SETTLE_SECONDS = 10.0
 IDLE_SHARE = 0.2
-"""Of a processor, while nothing but held connections is there."""
+"""CPU share allowed while only held connections are open."""
 BUSY_TRIES = 20
 
 
 class MemoryWatch:
-    """The largest size of the server and its children since it was last asked."""
+    """Records the peak memory of the server and its children."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._peak = server, 0.0
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Sample until cancelled."""
         while True:
             self._peak = max(self._peak, self._server.memory() or 0.0)
             await asyncio.sleep(0.05)
 
     def peak(self) -> float:
-        """In MiB; what comes next counts anew."""
+        """Return the peak in MiB and reset it."""
         peak, self._peak = self._peak, 0.0
         return peak
 
 
 class Siege:
-    """One server, the attackers and the honest clients around it."""
+    """A server with attackers and honest clients."""
 
     def __init__(self, server: Server, clients: Clients, verdict: Verdict) -> None:
         self.server, self.clients, self.verdict = server, clients, verdict
@@ -78,13 +78,13 @@ class Siege:
         self._failures: list[str] = []
 
     async def prepare(self) -> None:
-        """Know an answer, and have everything loaded that is loaded by a first request."""
+        """Get a reference answer, which also loads everything that a first request loads."""
         self.question: Question = QUESTIONS[0]
         self.expected: Choices = await self.clients.whole(self.question)
         await self._ask_for_new_object()
 
     async def attack(self, attack: Attack, memory: MemoryWatch) -> None:
-        """Send one attack, beside honest clients, and note what it did."""
+        """Send one attack beside honest clients, and record the results."""
         before = self.server.memory() or 0.0
         memory.peak()
         began = time.monotonic()
@@ -106,7 +106,7 @@ class Siege:
         print(f"{result['status'] or '-':>4}  {result['seconds']:6.2f} s  {grown:6.0f} MiB  {attack.name}", flush=True)
 
     async def hold_sockets(self, count: int, first: bytes, drip: bytes, seconds: float) -> None:
-        """Hold connections that say nothing, or a byte now and then: all must be closed in time."""
+        """Hold silent and trickling connections, which must all be closed in time."""
         name = f"{count} connections that {'trickle' if drip else 'say nothing'}"
         opened = await asyncio.gather(*(self.victim.open() for _ in range(count)), return_exceptions=True)
         pairs = [pair for pair in opened if not isinstance(pair, BaseException)]
@@ -133,7 +133,7 @@ class Siege:
         print(words, flush=True)
 
     async def judge(self, health: Health, start_mib: float | None) -> None:
-        """The bars, once all attacks were sent."""
+        """Judge the bars after all attacks."""
         words = f"{len(self.results)} attacks, {self._honest} honest answers, {len(self._failures)} amiss"
         self.verdict.judge("answers", not self._failures, "; ".join([words, *self._failures]))
         within, longest = health.within(1.0), health.longest
@@ -149,11 +149,11 @@ class Siege:
         self.verdict.judge("memory", left <= LEFT_MIB, f"{left:+.0f} MiB in the end, of {start_mib:.0f}")
 
     async def _ask(self) -> None:
-        """A known question; a full server may send the client away for a while."""
+        """Ask the reference question, again while the server is full."""
         await self._insist(self.question, lambda said: said == self.expected)
 
     async def _ask_for_new_object(self) -> None:
-        """An object of a schema that is not in any cache."""
+        """Ask for an object of a schema that is in no cache."""
         self._honest += 1
         key = f"bird{self._honest}"
         schema = {"type": "object", "properties": {key: {"type": "boolean"}}, "required": [key]}
@@ -185,7 +185,7 @@ class Siege:
 
 
 async def _until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, drip: bytes) -> None:
-    """Wait for the end of a connection, dripping meanwhile."""
+    """Wait until a connection is closed, sending a byte now and then."""
     ending = asyncio.create_task(status_of(reader))
     try:
         while not ending.done():
@@ -200,7 +200,7 @@ async def _until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 async def besiege(arguments: argparse.Namespace, server: Server, verdict: Verdict, record: dict[str, Any]) -> None:
-    """All of it."""
+    """Run all attacks."""
     chosen: Sequence[Attack] = [one for one in all_attacks() if arguments.only in one.name]
     async with Clients(server.url, Books()) as clients:
         await server.until_ready(clients.session, arguments.start_seconds)
@@ -234,7 +234,7 @@ async def besiege(arguments: argparse.Namespace, server: Server, verdict: Verdic
 
 
 def main() -> int:
-    """Attack, print, and say by the exit code whether all bars hold."""
+    """Attack, print, and exit with 1 if a bar fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only attacks whose names have this in them")
     parser.add_argument("--serve", default=SERVE, help="the command that starts the server")

@@ -1,4 +1,4 @@
-"""What a stranger may send to hurt a server: bodies that cost much, and bytes that are no proper HTTP.
+"""Attacks on a server: expensive bodies, and bytes that are not proper HTTP.
 
 Each attack says which statuses are a good answer. 503 always is one, with a Retry-After: a busy server may say so. An
 answer that does not come in time, a connection that is dropped without a word where a word is due, a 500: none of them
@@ -17,30 +17,30 @@ from soak_clients import WrongAnswerError
 from soak_questions import CHAT, TEXT
 
 CLOSED = 0
-"""In place of a status: the server closed the connection without an answer."""
+"""Pseudo status: the server closed the connection without an answer."""
 ANSWER_SECONDS = 60.0
 BODY_BYTES = 4 * 2**20
 """The largest body that the server takes."""
 
 
 class HurtError(WrongAnswerError):
-    """The server did not answer an attack as it should."""
+    """The server's answer to an attack is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """Something to send; `send` gives the status of the answer, or `CLOSED`."""
+    """An attack; `send` returns the status of the answer, or `CLOSED`."""
 
     name: str
     good: frozenset[int]
     send: Callable[["Victim"], Awaitable[int]]
     seconds: float = ANSWER_SECONDS
-    """For the answer to come."""
+    """Seconds until the answer must arrive."""
     path: str | None = None
-    """The completion route that counts it as a request; None if it never gets that far."""
+    """The completion route that counts it as a request; None if it does not get that far."""
 
     async def run(self, victim: "Victim") -> int:
-        """The status, if it is a good one and comes in time."""
+        """Return the status; raises if it is wrong or late."""
         try:
             async with asyncio.timeout(self.seconds):
                 status = await self.send(victim)
@@ -52,7 +52,7 @@ class Attack:
 
 
 class Victim:
-    """Where the server is, spoken to in raw bytes."""
+    """Address of the server, for raw bytes."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)
@@ -63,7 +63,7 @@ class Victim:
         return await asyncio.open_connection(self.address, self.port)
 
     async def exchange(self, *pieces: bytes) -> int:
-        """Send bytes, piece by piece; the status of what comes back."""
+        """Send bytes piece by piece; return the status of the answer."""
         reader, writer = await self.open()
         try:
             with suppress(ConnectionError):  # an answer may come, and the connection close, before all was sent
@@ -85,7 +85,7 @@ class Victim:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    """The status of an answer, read to its end; `CLOSED` if there is none."""
+    """Read an answer to its end; return its status, or `CLOSED`."""
     try:
         line = await reader.readline()
         while line.startswith(b"HTTP/1.1 100"):
@@ -147,7 +147,7 @@ def _nested_arrays(levels: int, items: int) -> dict[str, Any]:
 
 
 def _doubling(levels: int) -> dict[str, Any]:
-    """Each definition uses the one before twice, so written out it has 2 ** levels of them."""
+    """A schema whose definitions each use the previous one twice: 2 ** levels when expanded."""
     defs: dict[str, Any] = {"d0": {"type": "integer"}}
     for level in range(1, levels):
         use = {"$ref": f"#/$defs/d{level - 1}"}
@@ -164,7 +164,7 @@ INTEGERS = {"type": "array", "items": {"type": "integer"}}
 
 
 def grammar_attacks() -> Iterator[Attack]:
-    """Schemas, expressions and grammars that are small to send and large to compile or to follow."""
+    """Small schemas, expressions and grammars that are expensive to compile or follow."""
     yield _schema("a thousand million items at least", INTEGERS | {"minItems": 10**9}, [400])
     yield _schema("two million items at most", INTEGERS | {"maxItems": 2_000_000}, [400])
     yield _schema("one more", INTEGERS | {"maxItems": 2_000_001}, [400])
@@ -206,7 +206,7 @@ def grammar_attacks() -> Iterator[Attack]:
 
 
 def body_attacks() -> Iterator[Attack]:
-    """Bodies within the limit that take long to count, to parse or to tokenize."""
+    """Bodies within the size limit that are expensive to count, parse or tokenise."""
     many = BODY_BYTES // 5
     yield _body("400,000 prompts of a letter", TEXT, {"prompt": ["a"] * 400_000, "max_tokens": 1}, [400])
     yield _body("400,000 prompts of a token", TEXT, {"prompt": [[5]] * 400_000, "max_tokens": 1}, [400])
@@ -239,7 +239,7 @@ def body_attacks() -> Iterator[Attack]:
 
 
 def protocol_attacks() -> Iterator[Attack]:
-    """Bytes that are no proper HTTP, or too much of it."""
+    """Malformed or oversized HTTP."""
     refused = [400, CLOSED]
     yield _raw(
         "both lengths",
@@ -310,7 +310,7 @@ def protocol_attacks() -> Iterator[Attack]:
 
 
 async def _leave_in_body(victim: Victim) -> int:
-    """Announce a body, send a part of it and hang up."""
+    """Announce a body, send a part of it and disconnect."""
     _, writer = await victim.open()
     writer.write(victim.head("POST", TEXT, "content-length: 1000") + b'{"prompt": "abc')
     await writer.drain()
@@ -320,7 +320,7 @@ async def _leave_in_body(victim: Victim) -> int:
 
 
 async def _never_read(victim: Victim) -> int:
-    """Ask for a stream and leave without having read a byte of it."""
+    """Ask for a stream and disconnect without reading."""
     body = json.dumps({"prompt": "a", "max_tokens": 64, "stream": True}).encode()
     _, writer = await victim.open()
     writer.write(victim.head("POST", TEXT, f"content-length: {len(body)}") + body)
@@ -331,5 +331,5 @@ async def _never_read(victim: Victim) -> int:
 
 
 def all_attacks() -> list[Attack]:
-    """Everything that is sent in one go. What holds connections open is in `attack.py`."""
+    """All attacks that send at once; those that hold connections are in `attack.py`."""
     return [*protocol_attacks(), *body_attacks(), *grammar_attacks()]

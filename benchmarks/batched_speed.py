@@ -1,4 +1,4 @@
-"""How fast the engine reads random prompts and decodes behind them, many at once: what `llama-batched-bench` measures.
+"""Measures prefill and batched decoding on random prompts, as `llama-batched-bench` does.
 
     python benchmarks/batched_speed.py model.gguf --users 1 --users 4 --users 16
     llama-batched-bench -m model.gguf -c 8192 -npp 128 -ntg 96 -npl 1,4,16 -t 2 -tb 2
@@ -22,7 +22,7 @@ from eyas.sampling import Sampling
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
     parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16")
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _run(engine: Engine) -> tuple[float, float, int]:
-    """Seconds of steps that read prompts and of those that do not, and what the latter gave."""
+    """Seconds of prefill steps and of decoding steps, and the tokens of the latter."""
     reading, decoding, tokens = 0.0, 0.0, 0
     while engine.busy:
         reads = engine.scheduler.waiting > 0 or any(seq.pending > 1 for seq in engine.scheduler.running)

@@ -1,4 +1,4 @@
-"""How benchmarks print what they measured cell by cell."""
+"""Formats cells of benchmark results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,12 @@ Json = dict[str, Any]
 
 
 def number(value: float | None, spec: str) -> str:
-    """A figure, or a dash where there is none."""
+    """A figure, or a dash for None."""
     return "-" if value is None else format(value, spec)
 
 
 def device_parts(row: Json) -> str:
-    """What was accepted, and what captured kernels take of a step."""
+    """Acceptance length, and milliseconds of captured kernels in a step."""
     device = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["device_ms"].items())
     return (
         f"length {row['acceptance_length']:.2f}; device ms: {device or '-'}; "
@@ -21,6 +21,6 @@ def device_parts(row: Json) -> str:
 
 
 def table(record: Json, line_of: Callable[[Json], str]) -> str:
-    """All cells, and what is missing."""
+    """All cells, and notes on missing ones."""
     head = f"\n{record['arguments']['shape']}, {record['device']}, {record['seconds']:.0f} s in all"
     return "\n".join([head, *map(line_of, record["rows"]), *(f"note: {words}" for words in record["notes"])])

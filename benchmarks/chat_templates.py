@@ -1,4 +1,4 @@
-"""Whether training reads conversations as they were served, for every chat template (*.jinja) of a folder.
+"""Checks for every chat template (*.jinja) of a folder that training sees conversations as they were served.
 
 Each case is a conversation with scripted answers. Served are the ids of a prompt, as the server has it, of the answer
 in its raw form, and of the stop token. Trained are the ids that the chat encoder makes of the messages. The raw form is
@@ -19,12 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eyas.data.chat_encoder import ChatEncoder
+from eyas.data.chat_encoder import ChatEncoder, message_forms
 from eyas.data.conversations import Conversation
-from eyas.data.tool_messages import message_forms
 from eyas.errors import UserError
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatTemplateOptions, render_chat
-from eyas.target.tokenizer import load_tokenizer
+from eyas.target.text import load_tokenizer
 
 PARIS, ROME, THOUGHT = "The capital is Paris.", "It is sunny in Rome.", "Let me see: the user asks."
 USER = {"role": "user", "content": "What is the capital of France?"}
@@ -67,7 +66,7 @@ END_THINK = re.compile(r"</[\w:]*think[\w:]*>|\[/THINK\]|<\|END_THINKING\|>|<cha
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a case."""
+    """Outcome of a case."""
 
     verdict: str
     reason: str = ""
@@ -92,17 +91,17 @@ class Server:
         self.stop_ids = {self.tokenizer.convert_tokens_to_ids(text) for text in self.stops}
 
     def render(self, messages: Sequence[dict[str, Any]], *, opening: bool = False, tools: bool = False) -> str:
-        """The template's text."""
+        """Render messages as text."""
         options = ChatTemplateOptions(add_generation_prompt=opening)
         return render_chat(self.tokenizer, messages, [WEATHER] if tools else None, options)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text that has its special tokens."""
+        """Tokenise a text that contains its special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _stop(self) -> str:
-        """The first marker behind an answer, in its own turn or in what follows."""
+        """The first marker after an answer, in its own turn or after it."""
         for end in (2, 3):
             text = self.render(CASES["two turns"][:end])
             markers = MARKER.findall(text.split(PARIS, 1)[1].split("And Rome?")[0])
@@ -112,7 +111,7 @@ class Server:
         return "</s>"
 
     def stop_of_call(self, messages: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
-        """The blanks and the stop token behind the call that is the last message but one."""
+        """Whitespace and stop token after the tool call in the last message but one."""
         for end in (len(messages) - 1, len(messages)):
             text = self.render(messages[:end], tools=True)
             behind = text[text.rindex(name) :].split('"sky"')[0]
@@ -124,7 +123,7 @@ class Server:
 
 
 def raw_answer(server: Server, before: list[dict[str, Any]], message: dict[str, Any], *, tools: bool) -> str | None:
-    """What the target generates to say the message, without its stop token; None if the template leaves it out."""
+    """The text that the target generates for the message, without its stop token; None if the template omits it."""
     prompt = server.render(before, opening=True, tools=tools)
     written = server.render([*before, message], tools=tools)
     end = prompt.rstrip()
@@ -142,7 +141,7 @@ def raw_answer(server: Server, before: list[dict[str, Any]], message: dict[str, 
         return turn[: min(stops)] if stops else turn
     if opened and content.startswith(opened):
         content = content[len(opened) :].removeprefix("\n" if prompt.endswith("\n") else "")
-    # What the template has the target say before and behind the content.
+    # Text of the template around the content that the target generates.
     lead, tail = "", ""
     for text, before_it, behind_it in (
         ("<|channel|>final<|message|>", "<|channel|>final<|message|>", ""),
@@ -160,7 +159,7 @@ def raw_answer(server: Server, before: list[dict[str, Any]], message: dict[str, 
 
 
 def _thinking(server: Server, prompt: str, written: str, thought: str, *, opened: str, lead: str) -> str:
-    """Reasoning in the template's tags; as good as nothing where it has none."""
+    """Reasoning in the template's tags; empty if it has none."""
     if thought in written:
         head, rest = written.split(thought, 1)
         return ("" if opened or not head.startswith(prompt) else head[len(prompt) :]) + thought + rest.split(PARIS)[0]
@@ -179,7 +178,7 @@ def _common(one: str, other: str) -> int:
 
 
 def try_case(server: Server, name: str) -> Outcome:
-    """Compare what is served with what is trained on."""
+    """Compare served and trained token ids."""
     messages, tools, finished = CASES[name], name == "tool turns", not name.startswith("cut")
     encoder = ChatEncoder(server.tokenizer, server.stop_ids)
     conversation = Conversation(
@@ -234,7 +233,7 @@ def _served(
 
 
 def main() -> int:
-    """Print how many templates take each case, and what is wrong with the others."""
+    """Print how many templates accept each case, and the errors of the others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--least", type=int, default=0, help="templates that every case needs; fewer are an error")

@@ -1,4 +1,4 @@
-"""How fast a CPU decodes, quiet and beside other processes: plainly, three deep, on auto; llama.cpp on the same file.
+"""Measures decoding on a CPU, quiet and beside other processes: plain, depth 3, auto; optionally llama.cpp.
 
     python benchmarks/cpu_speed.py                                     the default target
     python benchmarks/cpu_speed.py --llama BUILD --rounds 5            llama-batched-bench of a build of llama.cpp, too
@@ -42,14 +42,14 @@ LOOP = "while True: pass"
 COPIER = "a, b = bytearray(1 << 26), bytearray(1 << 26)\nwhile True: a[:] = b"
 BESIDE = {"quiet": (), "loop": (LOOP,), "loops": (LOOP, LOOP), "copier": (COPIER,)}
 PROMPT, ANSWER = 128, 96
-"""Tokens that llama.cpp reads and gives."""
+"""Prompt and answer tokens of llama.cpp."""
 Speeds = defaultdict[tuple[str, int, str], list[float]]
-"""Tokens per second by condition, users and who."""
+"""Tokens per second by condition, users and mode."""
 
 
 @contextmanager
 def beside(condition: str) -> Iterator[None]:
-    """Other processes, while this lasts."""
+    """Run other processes until the block ends."""
     processes = [subprocess.Popen([sys.executable, "-c", script]) for script in BESIDE[condition]]
     try:
         yield
@@ -60,7 +60,7 @@ def beside(condition: str) -> Iterator[None]:
 
 
 def ours(target: Target, drafter: Drafter | None, users: int, tokens: int) -> dict[str, float]:
-    """Tokens per second of the ways that there are, in turns."""
+    """Tokens per second of each mode, measured in turns."""
     ways = {"plain": Speculation(mode="off")}
     if drafter is not None:
         ways |= {"three deep": Speculation(mode="fixed", depth=3), "auto": Speculation()}
@@ -77,7 +77,7 @@ def ours(target: Target, drafter: Drafter | None, users: int, tokens: int) -> di
 
 
 def prompts(target: Target, users: int, times: int = 5) -> float:
-    """How fast prompts that nobody has seen before are read, tokens per second."""
+    """Prefill speed of new prompts, tokens per second."""
     engine, seconds = Engine(target, config=EngineConfig(capture_ahead=True)), list[float]()
     for _ in range(times):
         asked = torch.randint(target.facts.vocab_size, (users, PROMPT)).tolist()
@@ -91,7 +91,7 @@ def prompts(target: Target, users: int, times: int = 5) -> float:
 
 
 def theirs(build: Path, model: Path, users: int) -> dict[str, float]:
-    """The same of llama.cpp, and how fast it reads prompts."""
+    """Decoding and prefill speed of llama.cpp."""
     command = [build / "bin" / "llama-batched-bench", "-m", model, "-npp", PROMPT, "-ntg", ANSWER, "-npl", users]
     command += ["-c", users * (PROMPT + ANSWER), "-t", torch.get_num_threads(), "--output-format", "jsonl"]
     said = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
@@ -100,7 +100,7 @@ def theirs(build: Path, model: Path, users: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter", default="smollm2-eagle3.1")

@@ -1,4 +1,4 @@
-"""The table of simulated cells that the depth policy is judged by, with and without each of its mechanisms.
+"""Prints the simulated cells by which the depth policy is judged, with and without each of its mechanisms.
 
     python benchmarks/depth_cells.py                     all cells, and what the bars say of them
     python benchmarks/depth_cells.py --without           worst and median of every kind of cells, mechanism by mechanism
@@ -49,7 +49,7 @@ MECHANISMS = {
 
 
 def run_cells() -> Iterator[Cell]:
-    """All of them."""
+    """Simulate all cells."""
     yield from cells.host_cells(rehearsed=False)
     yield from cells.host_cells(rehearsed=True)
     yield from cells.late_cells()
@@ -81,7 +81,7 @@ def summary(made: list[Cell]) -> dict[str, str]:
 
 
 def bars(made: list[Cell]) -> Iterator[tuple[str, float, float, bool]]:
-    """What is asked for, what it is, and whether it holds."""
+    """Bars with their values, and whether they hold."""
     long = [cell for cell in made if cell.kind in ("host", "host rehearsed", "device")]
     short = [cell for cell in made if cell.kind.startswith("short")]
     good = [cell.of_best for cell in short if not cell.useless and int(cell.name.split(", ")[1]) >= 128]

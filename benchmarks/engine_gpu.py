@@ -1,4 +1,4 @@
-"""How fast the engine and vLLM decode on a GPU, whatever the weights say: random targets, tossed acceptance.
+"""Compares decoding speed of the engine and vLLM on a GPU, with random models and a forced acceptance length.
 
     python benchmarks/engine_gpu.py --shape 8b --length 3.0 --vllm-python .venv-vllm/bin/python --out gpu-8b.json
 
@@ -39,24 +39,24 @@ from random_models import SHAPES, random_drafter, random_target, write_configs
 from tossed_engine import TossedEngine
 from vllm_process import VLLMProcess, installed, vllm_options
 
-from eyas.cli.speculation import read_tree
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.request import Request, Speculation
 from eyas.errors import UserError
 from eyas.plan.kv_cache_dtype import KV_CACHE_DTYPES, read_kv_cache_dtype
 from eyas.sampling import Sampling
+from eyas.serve.speculative_config import read_tree
 from eyas.target.model import Target
 from eyas.target.quantise import ON_THE_FLY
 from eyas.train.journal import versions
 
 Json = dict[str, Any]
 TOSSED_FOR_AUTO = 3
-"""Where the policy chooses the depth, the coin gives the mean acceptance length at this one."""
+"""Depth at which the coin gives the mean acceptance length if the policy chooses the depth."""
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16, 64, 256, 512")
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 class Benchmark:
-    """All cells, one after another; what was measured is written at once."""
+    """Measure all cells; each is written at once."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.began = arguments, time.perf_counter()
@@ -113,7 +113,7 @@ class Benchmark:
         self._say(f"memory gives {self.bandwidth / 1e12:.3f} TB/s")
 
     def run(self) -> Json:
-        """Measure every depth and number of users; the record."""
+        """Measure all depths and numbers of users; return the record."""
         for depth in self.arguments.depth or [0, 3]:
             with ExitStack() as stack:
                 vllm = self._start_vllm(depth, stack)
@@ -127,7 +127,7 @@ class Benchmark:
         return self._record()
 
     def _start_vllm(self, depth: int, stack: ExitStack) -> VLLMProcess | None:
-        """vLLM for this depth, if there is one; where it cannot do this, it is left out and the reason noted."""
+        """vLLM for this depth; if it cannot do this, note the reason."""
         arguments = self.arguments
         if self.vllm_version is None:
             return None
@@ -160,7 +160,7 @@ class Benchmark:
         return vllm
 
     def _cell(self, users: int, depth: int, vllm: VLLMProcess | None) -> None:
-        """One number of users at one depth: both engines warm, then in turn."""
+        """Measure one number of users at one depth: warm up both engines, then take turns."""
         arguments = self.arguments
         try:
             ours = OurEngine(self.target, self.drafter if depth else None, users, depth, arguments)
@@ -220,14 +220,14 @@ class Benchmark:
         print(f"{self._elapsed:5.0f} s  {words}", flush=True)
 
     def _release(self) -> None:
-        """Give back what an engine held: another one, or vLLM, needs it."""
+        """Free the memory of an engine for the next one."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 class OurEngine:
-    """One engine for a number of users."""
+    """An engine for this number of users."""
 
     def __init__(
         self, target: Target, drafter: Drafter | None, users: int, depth: int, arguments: argparse.Namespace
@@ -255,7 +255,7 @@ class OurEngine:
         self._before = (0, 0)
 
     def answer(self, prompts: Sequence[tuple[int, ...]], *, first_seed: int = 0) -> Json:
-        """The same figures that `vllm_worker.answer` gives. The seeds decide what is accepted, too."""
+        """The same figures as `vllm_worker.answer`; the seeds also decide acceptance."""
         engine, tokens, gaps = self.engine, 0, []
         asked = [
             Request(
@@ -284,12 +284,12 @@ class OurEngine:
         }
 
     def begin(self) -> None:
-        """Count from now."""
+        """Reset the counters."""
         self.engine.capture.events.clear()
         self._before = (self.engine.stats.accepted, self.engine.stats.drafts)
 
     def parts(self) -> Json:
-        """What was accepted and what captured kernels took since `begin`."""
+        """Acceptance and kernel times since `begin`."""
         engine, capture = self.engine, self.engine.capture
         drafts = engine.stats.drafts - self._before[1]
         return {
@@ -301,7 +301,7 @@ class OurEngine:
 
 
 def row_of(users: int, depth: int, runs: Sequence[Json], others: Sequence[Json], floor_ms: float) -> Json:
-    """A cell from the runs of both engines, which came in turn; `others` is empty where vLLM is not measured."""
+    """A cell of runs made in turn; `others` is empty without vLLM."""
     speeds = [run["tokens"] / run["seconds"] for run in runs]
     theirs = [run["tokens"] / run["seconds"] for run in others]
     ratios = [own / other for own, other in zip(speeds, theirs, strict=True)] if theirs else []
@@ -327,7 +327,7 @@ def row_of(users: int, depth: int, runs: Sequence[Json], others: Sequence[Json],
 
 
 def line_of(row: Json) -> str:
-    """A cell in a line."""
+    """A cell as a line of text."""
     return (
         f"{row['users']:>5} users  depth {row['depth']}"
         f"  tokens/s {row['tokens_per_second']:>9.1f}  vLLM {number(row['vllm_tokens_per_second'], '.1f'):>9}"

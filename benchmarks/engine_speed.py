@@ -1,8 +1,8 @@
-"""How fast the engine decodes, plainly and with a drafter, for several numbers of users. Prints a table and JSON.
+"""Measures decoding speed without and with a drafter for several numbers of users. Prints a table and JSON.
 
     python benchmarks/engine_speed.py PROMPTS.jsonl --drafter FOLDER --users 1 --users 4 --users 16
 
-Every mode answers the same prompts in turn, round after round, so that a machine's moods fall on all of them alike;
+Every mode answers the same prompts in turn, round after round, so that changes of the machine's speed affect all;
 figures are medians over rounds. How many answers are those of plain decoding is counted, not assumed.
 
 Two speeds are told apart. `tokens/s` is over all the time, reading prompts included. `decoding` is over the steps that
@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from eyas.cli.speculation import read_tree
 from eyas.data.files import read_conversations
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
@@ -45,6 +44,7 @@ from eyas.evaluate.evaluate import looping
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.loading import load_drafter_for, load_target
 from eyas.sampling import Sampling
+from eyas.serve.speculative_config import read_tree
 from eyas.target.model import Target
 from eyas.train.journal import versions
 
@@ -54,29 +54,29 @@ OFF = Speculation(mode="off")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How one mode answered all prompts."""
+    """Results of one mode for all prompts."""
 
     answers: Tokens
     seconds: float
     decoding_tokens: int
-    """Tokens of the steps that read no prompt, and the seconds of those steps; none of both where steps are unseen."""
+    """Tokens and seconds of decoding steps; zero if steps are not observable."""
     decoding_seconds: float
     acceptance_length: float = 1.0
     tokens_per_pass: float = 1.0
 
     @property
     def speed(self) -> float:
-        """Tokens per second, reading included."""
+        """Tokens per second, prefill included."""
         return sum(map(len, self.answers)) / self.seconds
 
     @property
     def decoding_speed(self) -> float:
-        """Tokens per second while only decoding."""
+        """Tokens per second of decoding steps."""
         return self.decoding_tokens / self.decoding_seconds if self.decoding_tokens else nan
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--target", default="smollm2")
@@ -189,7 +189,7 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
 def read_prompts(
     path: Path, target: Target, limit: int, categories: Sequence[str] | None = None
 ) -> list[tuple[int, ...]]:
-    """First turns of a file's conversations as a chat, so many at most, evenly spread over the file.
+    """First turns of a file's conversations as chats, at most `limit`, evenly over the file.
 
     Only those of some categories, if any are given.
     """
@@ -203,7 +203,7 @@ def read_prompts(
 
 
 def without_loops(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
-    """Prompts whose plain answers do not end in a loop, which every draft foretells."""
+    """Prompts whose plain answers do not end in a loop, which every drafter predicts."""
     stops = engine.target.stop_ids()
     answers = engine.generate(requests_of(engine.target, prompts, max_tokens, OFF))
     told = [[token for token in answer.tokens if token not in stops] for answer in answers]
@@ -214,7 +214,7 @@ def without_loops(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens
 
 
 def read_drafter(name: str, target: Target, *, random: bool = False, packed: bool = True) -> Drafter:
-    """A drafter beside the target, as eyas serves it; with random weights, if it is to know nothing."""
+    """Load a drafter as eyas serves it, optionally with random weights."""
     if packed and not random:
         return load_drafter_for(target, name)
     loaded = load_drafter(name).to(device=target.device, dtype=target.dtype)
@@ -242,7 +242,7 @@ def requests_of(
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], clock: Callable[[], float] = time.perf_counter) -> Run:
-    """Answer all requests together, with a watch on every step."""
+    """Answer all requests together and time every step."""
     stats = engine.stats
     before = (stats.accepted, stats.drafts, stats.tokens, stats.passes)
     answers: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
@@ -303,7 +303,7 @@ def _measure(
 
 
 def _median(figures: Iterable[float]) -> float | None:
-    """The median of figures; None where there are none: JSON knows no NaN."""
+    """The median; None without figures, since JSON has no NaN."""
     median = statistics.median(figures)
     return None if isnan(median) else median
 
@@ -319,7 +319,7 @@ def _randomised(drafter: Drafter) -> Drafter:
 
 
 def _generate(target: Target, prompts: Sequence[tuple[int, ...]], users: int, max_tokens: int) -> Run:
-    """Batches of prompts, padded on the left; a batch ends with its longest answer."""
+    """Left-padded batches of prompts; a batch ends with its longest answer."""
     started = time.perf_counter()
     stops = sorted(target.stop_ids())
     answers: Tokens = []

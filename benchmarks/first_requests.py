@@ -1,4 +1,4 @@
-"""How fast the first requests of a fresh engine are answered, with auto and with fixed depths.
+"""Measures the speed of a fresh engine's first requests, with auto and with fixed depths.
 
     python benchmarks/first_requests.py                         the default target as shipped, 1, 4 and 16 users
     python benchmarks/first_requests.py --users 1 --rounds 5
@@ -49,18 +49,18 @@ TURN = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How fast an engine answered its first requests."""
+    """Speed of an engine's first requests."""
 
     speed: float
     """Tokens per second."""
     first: float
-    """Tokens per second in the beginning, as a part of that."""
+    """Speed of the beginning relative to the whole run."""
     ready: float
     """Seconds until the engine was ready."""
 
 
 class PausingClock:
-    """Seconds that have passed while it ran."""
+    """A clock that can be stopped."""
 
     def __init__(self) -> None:
         self._waited, self._paused = time.perf_counter(), 0.0
@@ -70,16 +70,16 @@ class PausingClock:
         return time.perf_counter() - self._waited
 
     def pause(self) -> None:
-        """Stand still from now on."""
+        """Stop the clock."""
         self._paused = time.perf_counter()
 
     def go_on(self) -> None:
-        """Run again."""
+        """Start the clock."""
         self._waited += time.perf_counter() - self._paused
 
 
 class Server:
-    """An engine that answers its first requests, so many at a time."""
+    """An engine that answers its first requests, in turns."""
 
     def __init__(
         self, target: Target, drafter: Drafter | None, how: Speculation, *, users: int, count: int, tokens: int
@@ -101,7 +101,7 @@ class Server:
         self._clock.pause()
 
     def take_turn(self) -> bool:
-        """Answer for as long as a turn lasts; whether anything is left to do."""
+        """Answer for one turn; return whether anything is left to do."""
         self._clock.go_on()
         until = self._clock() + TURN
         while (self._requests or self._under_way) and self._clock() < until:
@@ -115,14 +115,14 @@ class Server:
         return bool(self._requests or self._under_way)
 
     def run(self, first: int) -> Run:
-        """How fast it was, and how fast as long as it gave so many tokens."""
+        """Speed of the run, and of its first tokens."""
         seconds = [moment - self._ready for moment in self._tokens]
         speed = len(seconds) / seconds[-1]
         return Run(speed=speed, first=first / seconds[first - 1] / speed, ready=self._ready)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter")
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def print_table(users: int, rounds: list[dict[str, Run]]) -> None:
-    """Medians over rounds; ratios are of runs of one round."""
+    """Medians over rounds; ratios are within a round."""
     speeds = {way: median(each[way].speed for each in rounds) for way in rounds[0]}
     best = max((way for way in speeds if not way.startswith("auto")), key=lambda way: speeds[way])
     for way in speeds:

@@ -1,4 +1,4 @@
-"""Whether conversations are rendered from a GGUF file's chat template as llama.cpp renders them, letter by letter.
+"""Checks that chat templates of GGUF files render as in llama.cpp, character by character.
 
     python benchmarks/gguf_templates.py --llama-server build/bin/llama-server model.gguf [--templates FOLDER]
 
@@ -27,15 +27,15 @@ from typing import Any
 from chat_templates import ANSWER, CALL, THOUGHT, USER, WEATHER
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eyas.data.tool_messages import message_forms
+from eyas.data.chat_encoder import message_forms
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatTemplateOptions, render_chat
 from eyas.target.gguf_file import GgufFile
 from eyas.target.gguf_tokenizer import write_tokenizer
 
 ANY_SIZE = 2**31
-"""A vocabulary alone has no embeddings that it must fit."""
+"""Config of a vocabulary without embeddings."""
 AROUND = 40
-"""Letters that are shown beside a difference."""
+"""Characters shown around a difference."""
 START_SECONDS = 120
 
 MORE = {"role": "user", "content": "And of  Italy?\n\n  (Größe — 日本 🦅)"}
@@ -46,7 +46,7 @@ RESULT = {"role": "tool", "content": '{"sky": "clear"}', "tool_call_id": "call_1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A conversation that the assistant is to go on with."""
+    """A conversation to be rendered with the generation prompt."""
 
     messages: list[dict[str, Any]]
     tools: bool = False
@@ -79,13 +79,13 @@ CASES = {
 
 
 def told_both(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's variables, and whether to think: without that llama.cpp decides it by what a template looks like."""
+    """Variables of a request; thinking is set, because llama.cpp otherwise infers it from the template."""
     thinks = variables.get("enable_thinking", True)
     return {"enable_thinking": thinks, "thinking": thinks, **variables}
 
 
 def set_by_llama() -> dict[str, Any]:
-    """What llama.cpp tells templates beside that, and transformers and vLLM do not: to keep all thoughts, the date."""
+    """Variables that llama.cpp sets and transformers and vLLM do not: keep all thoughts, the date."""
     now = datetime.now()
     return {
         "preserve_thinking": True,
@@ -98,7 +98,7 @@ def set_by_llama() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare, and leave with 1 if any conversation differs."""
+    """Compare, and exit with 1 if any conversation differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="GGUF")
     parser.add_argument("--llama-server", required=True, help="llama.cpp's program")
@@ -120,7 +120,7 @@ def main() -> None:
 def compare(
     model: Path, template: Path | None, tokenizer: PreTrainedTokenizerBase, program: str, *, as_served: bool = False
 ) -> int:
-    """Say how many conversations are the same; return how many are not. Without a template it is the file's own."""
+    """Print how many conversations agree; return how many differ."""
     name, differ, refused = (template or model).name, 0, 0
     if template is not None:
         tokenizer.chat_template = template.read_text()
@@ -144,7 +144,7 @@ def compare(
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, case: Case) -> str | None:
-    """As the server does it; None where the template refuses it."""
+    """Render as the server does; None if the template refuses."""
     try:
         options = ChatTemplateOptions(variables=case.variables)
         return render_chat(tokenizer, next(message_forms(case.messages)), [WEATHER] if case.tools else None, options)
@@ -153,7 +153,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, case: Case) -> str | None:
 
 
 def rendered_by_llama(address: str, case: Case) -> str | None:
-    """By llama-server; None where it refuses it."""
+    """Render by llama-server; None if it refuses."""
     body: dict[str, Any] = {"messages": case.messages, "chat_template_kwargs": dict(case.variables)}
     if case.tools:
         body["tools"] = [WEATHER]
@@ -178,7 +178,7 @@ def difference(ours: str | None, theirs: str | None) -> str:
 
 @contextmanager
 def started(model: Path, template: Path | None, program: str) -> Iterator[tuple[str, str]]:
-    """A server with a model and perhaps another template: its address, and why it did not start if it did not."""
+    """Run llama-server; yield its address, or the reason why it did not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

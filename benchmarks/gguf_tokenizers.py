@@ -1,4 +1,4 @@
-"""Whether tokenizers made from GGUF files cut text as llama.cpp does, token by token.
+"""Checks that tokenizers made from GGUF files split text as llama.cpp does.
 
     python benchmarks/gguf_tokenizers.py --llama-tokenize build/bin/llama-tokenize \\
         --text prompts.jsonl --text README.md models/ggml-vocab-*.gguf
@@ -25,11 +25,11 @@ from eyas.target.gguf_file import GgufFile
 from eyas.target.gguf_tokenizer import write_tokenizer
 
 ANY_SIZE = 2**31
-"""A vocabulary alone has no embeddings that it must fit."""
+"""Config of a vocabulary without embeddings."""
 
 
 def main() -> None:
-    """Compare, and leave with 1 if any text differs."""
+    """Compare, and exit with 1 if any text differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", metavar="GGUF")
     parser.add_argument("--llama-tokenize", required=True, help="llama.cpp's program")
@@ -53,7 +53,7 @@ def texts_of(path: Path, limit: int) -> Iterator[str]:
 
 
 def compare(path: Path, texts: Sequence[str], program: str) -> int:
-    """Say how many texts are the same; return how many are not."""
+    """Print how many texts agree; return how many differ."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             write_tokenizer(GgufFile(path), Path(folder), vocab_size=ANY_SIZE, max_length=ANY_SIZE)
@@ -76,7 +76,7 @@ def compare(path: Path, texts: Sequence[str], program: str) -> int:
 
 
 def tokens_of_llama(path: Path, text: str, program: str) -> list[int]:
-    """What llama.cpp makes of a text; special tokens in it count as such, and none is added."""
+    """Token ids by llama.cpp; special tokens in the text count as such, and none is added."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", newline="") as stream:
         stream.write(text)
         stream.flush()

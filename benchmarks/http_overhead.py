@@ -1,4 +1,4 @@
-"""What HTTP costs: the same greedy requests to one engine, by hand and through the server. Prints a table and JSON.
+"""Measures the overhead of HTTP: the same greedy requests to one engine, directly and through the server.
 
     python benchmarks/http_overhead.py --users 16
 
@@ -33,11 +33,11 @@ THINGS = (
 )
 ASKED = ("Explain in a few sentences how {} came to be.", "Write a short story about {}.", "List ten facts about {}.")
 Round = dict[str, Any]
-"""Seconds, tokens, texts by number, and the clients' seconds on a processor."""
+"""Seconds, tokens, texts by number, and CPU seconds of the clients."""
 
 
 def questions(users: int, each: int) -> list[list[dict[str, Any]]]:
-    """What every user asks, one after the other; no two ask the same until things run out."""
+    """Questions of every user, distinct as long as there are enough."""
     return [
         [
             {"role": "user", "content": ASKED[turn % len(ASKED)].format(THINGS[user % len(THINGS)])}
@@ -50,7 +50,7 @@ def questions(users: int, each: int) -> list[list[dict[str, Any]]]:
 async def one_by_one(
     client: Client, number: int, asked: Sequence[dict[str, Any]], max_tokens: int
 ) -> list[StreamedAnswer]:
-    """A user asks one question after the other; an answer that fails ends the program."""
+    """Ask one question after the other; a failed answer ends the program."""
     answers = []
     for turn, message in enumerate(asked):
         body = {
@@ -69,7 +69,7 @@ async def one_by_one(
 
 
 async def by_http(url: str, arguments: argparse.Namespace) -> Round:
-    """One round of clients, all of which begin at once."""
+    """One round of clients that start together."""
     async with Client(Address.of(url), timeout=3600) as client:
 
         async def user(number: int, asked: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
@@ -97,13 +97,13 @@ def _processor_seconds() -> float:
 
 
 async def ask_when_told(arguments: argparse.Namespace) -> None:
-    """The process of the clients: a round for every line that comes in."""
+    """Client process: a round for every line on stdin."""
     while await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(await by_http(arguments.ask, arguments)), flush=True)
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Both ways in turn."""
+    """Measure both ways in turn."""
     # Only here: the process of the clients needs none of it.
     from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig
@@ -207,7 +207,7 @@ def _figures(rounds: dict[str, list[Round]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter", help="unless it is the target's own; or none")

@@ -1,4 +1,4 @@
-"""What learning costs serving: users who are always there, alone and beside a learner with a share of the device.
+"""Measures how much a learner with a share of the device slows serving down.
 
     python benchmarks/learning.py --device cuda --dtype bfloat16 --users 16 --share 0.1
     python benchmarks/learning.py --users 2 --share 0.1
@@ -42,21 +42,21 @@ from eyas.train.journal import versions
 Json = dict[str, Any]
 ALONE, BESIDE = "alone", "beside a learner"
 SLACK = 0.02
-"""What serving may lose beyond the learner's share."""
+"""Loss of serving speed allowed beyond the learner's share."""
 TICKETS = 400
 LEARNER_SECONDS = 600.0
-"""In which a learner has done its first step, or has failed."""
+"""Seconds in which a learner must do its first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What was served in some seconds."""
+    """Steps and tokens of a window."""
 
     tokens: int
     seconds: float
     step_p50: float
     step_p99: float
-    """Seconds of a step: what users wait from one token to the next."""
+    """Median seconds of a step."""
 
     @property
     def speed(self) -> float:
@@ -65,7 +65,7 @@ class Window:
 
 
 class Serving:
-    """So many users who ask again as soon as they are answered."""
+    """A constant number of users."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._target = target = Target.load(arguments.target, dtype=arguments.dtype, device=arguments.device)
@@ -81,10 +81,10 @@ class Serving:
         self._waiting = cycle(enumerate(asked))
         self._users, self._under_way = arguments.users, dict[int, tuple[int, list[int]]]()
         self.answers: dict[int, list[int]] = {}
-        """The tokens of what was answered, by ticket."""
+        """Answers as tokens, by ticket."""
 
     def serve(self, until: Callable[[], bool]) -> Window:
-        """Go on serving until it is so, after a step at least."""
+        """Serve until a condition holds, for at least one step."""
         engine, tokens, steps = self._engine, 0, list[float]()
         began = now = time.perf_counter()
         while not steps or not until():
@@ -104,12 +104,12 @@ class Serving:
         return Window(tokens=tokens, seconds=now - began, step_p50=float(p50), step_p99=float(p99))
 
     def serve_for(self, seconds: float) -> Window:
-        """Go on serving for so long."""
+        """Serve for some seconds."""
         end = time.perf_counter() + seconds
         return self.serve(lambda: time.perf_counter() >= end)
 
     def write_answers(self, file: Path) -> int:
-        """What was answered so far, as conversations."""
+        """All answers so far, as conversations."""
         decode = self._target.tokenizer.decode
         lines = []
         for ticket, said in self.answers.items():
@@ -120,7 +120,7 @@ class Serving:
 
 
 class LearnerProcess:
-    """The other process, and what it says."""
+    """The learner's process and its messages."""
 
     def __init__(self, arguments: argparse.Namespace, answers: Path, folder: Path, log: Path) -> None:
         words = [str(answers), "--out", str(folder), "--share", str(arguments.share)]
@@ -145,19 +145,19 @@ class LearnerProcess:
             self._said.put(json.loads(line))
 
     def said(self) -> Json | None:
-        """What it said and nobody has heard yet."""
+        """Unread messages of the learner."""
         if self._said.empty() and self._process.poll() is not None:
             raise UserError(f"the learner ended with code {self._process.poll()}; see {self._log}")
         return None if self._said.empty() else self._said.get()
 
     def order(self, word: str) -> None:
-        """`hold` or `go`."""
+        """Send `hold` or `go`."""
         assert self._process.stdin is not None
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """It ends with its stdin; if it does not, it is ended."""
+        """Close its stdin, which ends it; kill it if it does not end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -168,7 +168,7 @@ class LearnerProcess:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter", default="smollm2-eagle3.1")
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Json:
-    """Windows in turn, and what follows from them."""
+    """Measure windows in turn, and compute the ratios."""
     began = time.perf_counter()
 
     def say(words: str) -> None:
@@ -250,7 +250,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Json:
 
 
 def _heard(serving: Serving, learner: LearnerProcess, seconds: float) -> Json:
-    """What the learner says next, while serving goes on."""
+    """The learner's next message, while serving goes on."""
     found: list[Json] = []
     end = time.perf_counter() + seconds
 
@@ -266,7 +266,7 @@ def _heard(serving: Serving, learner: LearnerProcess, seconds: float) -> Json:
 
 
 def table(record: Json) -> str:
-    """What was kept, and whether that is enough."""
+    """Print the remaining speed, and whether it is enough."""
     ratio, bound = Interval(**record["ratio"]), record["bound"]
     rows = []
     for mode in (ALONE, BESIDE):

@@ -1,4 +1,4 @@
-"""A server that learns by itself from one kind of traffic: what its drafter gains, when, and that no answer changes.
+"""Measures a server that learns from one kind of traffic: gain of its drafter, time, and that no answer changes.
 
     python benchmarks/learning_loop.py --out runs/loop --answers 200 --share 0.5 --options "--minutes 2"
 
@@ -95,7 +95,7 @@ class _Run:
             await asyncio.sleep(0.5)
 
     async def _ask(self) -> Json:
-        """Ask until there is nothing to wait for; the last status."""
+        """Ask until nothing is left to wait for; return the last status."""
         await self._probe("start", (await self._status())["served"]["drafter"])
         users = [asyncio.create_task(self._user()) for _ in range(self.arguments.users)]
         try:
@@ -116,7 +116,7 @@ class _Run:
                 self.asking -= 1
 
     async def _watch(self, users: Sequence["asyncio.Task[None]"]) -> None:
-        """Follow the server until what was waited for has come, or a user was not answered."""
+        """Follow the server until the awaited event, or an unanswered request."""
         # A drafter that was learnt before is taken up at the start, which is no change to wait for.
         before = swaps = len((await self._status())["drafter_changes"])
         with (self.arguments.out / "status.jsonl").open("w") as file:
@@ -133,7 +133,7 @@ class _Run:
                 await asyncio.sleep(STATUS_SECONDS)
 
     async def _probe(self, why: str, drafter: str | None) -> None:
-        """Fixed tickets, three deep, not learnt from: their texts and how much of them was drafted right."""
+        """Texts and acceptance of fixed tickets at depth 3, which are not learnt from."""
         self.may_ask.clear()
         while self.asking:
             await asyncio.sleep(0.01)
@@ -171,7 +171,7 @@ class _Run:
 
 
 def _tickets() -> Iterator[Json]:
-    """As many as are asked for, each a new one; a fast server answers thousands while its learner loads."""
+    """Distinct tickets without end."""
     for seed in itertools.count():
         if seed != PROBE_SEED:
             yield from make_requests(1000, seed=seed)

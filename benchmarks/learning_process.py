@@ -1,4 +1,4 @@
-"""A learner that can be held: the training of `eyas adapt --device-share`, without an end, in a process of its own.
+"""Runs the training of `eyas adapt --device-share` without an end; it can be paused.
 
     python benchmarks/learning_process.py answers.jsonl --out FOLDER --share 0.1
 
@@ -19,22 +19,21 @@ from typing import Any
 
 import torch
 
-from eyas.cli.train import load_training_target
 from eyas.data.files import read_conversations
 from eyas.drafter.checkpoint import read_config
 from eyas.target.parts import TargetParts
 from eyas.train.adaptation.recipe import AdaptationSettings, adaptation_recipe
-from eyas.train.pace import Pace, threads_of
+from eyas.train.load_target import load_training_target
+from eyas.train.pace import Pace, PacedSources, rests_between_modules, threads_of
 from eyas.train.ranks import Ranks
 from eyas.train.run import run
 from eyas.train.sources.live import LiveSource
-from eyas.train.sources.paced import PacedSources, rests_between_modules
 
 WITHOUT_END = 1e6
 
 
 class Gate:
-    """Holds whoever sleeps through it, and a clock that stands still meanwhile."""
+    """A pausable sleep, with a clock that stops meanwhile."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -44,17 +43,17 @@ class Gate:
         self.pace: Pace | None = None
 
     def obey(self) -> None:
-        """Read orders until there are none any more."""
+        """Read orders until stdin ends."""
         for line in sys.stdin:
             {"hold": self._open.clear, "go": self._open.set}[line.strip()]()
         os._exit(0)
 
     def clock(self) -> float:
-        """Seconds, without those that it was held."""
+        """Seconds without pauses."""
         return time.monotonic() - self._held
 
     def sleep(self, seconds: float) -> None:
-        """As `time.sleep`, and longer while it is held."""
+        """Sleep, longer while paused."""
         time.sleep(seconds)
         if self._open.is_set():
             return
@@ -66,7 +65,7 @@ class Gate:
 
 
 def tell(**words: Any) -> None:
-    """A line for whoever started this."""
+    """Print a line of JSON."""
     print(json.dumps(words), flush=True)
 
 
@@ -104,13 +103,13 @@ def main() -> None:
     target = load_training_target(recipe, Ranks(), None)
     ready = threading.Event()
     wait = (lambda: None) if device.type == "cpu" else functools.partial(torch.accelerator.synchronize, device)
-    # Until the first step is done it does not rest: nothing is measured yet.
+    # No rest before the first step, when nothing is measured yet.
     gate.pace = pace = Pace(
         arguments.share, synchronize=wait, hurry=lambda: not ready.is_set(), clock=gate.clock, sleep=gate.sleep
     )
 
     class Steps:
-        """Counts them."""
+        """Counts steps."""
 
         def progressed(self, metrics: Any) -> None:
             """After each."""

@@ -1,4 +1,4 @@
-"""How the engine decodes behind long contexts on a GPU, in which memory, and whether steps grow as the cache does.
+"""Measures decoding behind long contexts on a GPU: memory, and growth of step times with the cache.
 
     python benchmarks/long_context.py --shape 8b --out long-context.json
 
@@ -52,21 +52,21 @@ from eyas.train.journal import versions
 Json = dict[str, Any]
 CONTEXTS = ("1024:1,4,8", "32768:1,8", "131072:1,4")
 WARM_UPS = 8
-"""Steps in which all decode before any is timed: passes are captured when they are first met."""
+"""Decoding steps before timing, in which passes are captured."""
 ROUND_OFF = 4
-"""Steps more than are timed, so that no answer ends while others are timed."""
+"""Extra steps, so that no answer ends during timing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Tokens of every prompt, and the numbers of users, ascending."""
+    """Prompt tokens, and numbers of users in ascending order."""
 
     tokens: int
     users: tuple[int, ...]
 
     @classmethod
     def parse(cls, words: str) -> "Context":
-        """From TOKENS:USERS,USERS."""
+        """Parse TOKENS:USERS,USERS."""
         tokens, _, users = words.partition(":")
         try:
             made = cls(tokens=int(tokens), users=tuple(sorted({int(count) for count in users.split(",")})))
@@ -77,12 +77,12 @@ class Context:
         return made
 
     def longest(self, answer: int) -> int:
-        """Tokens of prompt and answers: what older answers left in the prefix cache never needs to make room."""
+        """Tokens of prompt and answers, so that older answers in the prefix cache fit as well."""
         return self.tokens + len(self.users) * answer
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument(
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 class Benchmark:
-    """All cells, one after another; what was measured is written at once."""
+    """Measure all cells; each is written at once."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.began = arguments, time.perf_counter()
@@ -131,7 +131,7 @@ class Benchmark:
         self._say(f"memory gives {self.bandwidth / 1e12:.3f} TB/s")
 
     def run(self) -> Json:
-        """Measure every context; the record."""
+        """Measure all contexts; return the record."""
         for context in self.arguments.contexts:
             if self._is_over(f"context {context.tokens}"):
                 continue
@@ -143,7 +143,7 @@ class Benchmark:
         return self._record()
 
     def _measure(self, context: Context) -> None:
-        """One context: its numbers of users in turn, in one engine."""
+        """Measure all numbers of users at one context, in one engine."""
         ours = LongEngine(self.target, self.drafter, context, self.answer, self.arguments)
         for users in context.users:
             cell = f"context {context.tokens}, {users} users"
@@ -200,7 +200,7 @@ class Benchmark:
         print(f"{self._elapsed:5.0f} s  {words}", flush=True)
 
     def _release(self) -> None:
-        """Give back what an engine held: the next one needs it."""
+        """Free the memory of an engine for the next one."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -208,7 +208,7 @@ class Benchmark:
 
 
 class LongEngine:
-    """One engine for a context, with memory for just that."""
+    """An engine for a context, with just enough memory."""
 
     def __init__(
         self, target: Target, drafter: Drafter, context: Context, answer: int, arguments: argparse.Namespace
@@ -236,7 +236,7 @@ class LongEngine:
         self._prompts: list[tuple[int, ...]] = []
 
     def read(self, users: int) -> float:
-        """Read the prompts of so many users, as far as they are not read yet; tokens per second."""
+        """Prefill the prompts of these users that are not cached yet; return tokens per second."""
         chance = random.Random(users)
         more = users - len(self._prompts)
         new = [tuple(chance.choices(range(3, self._vocab_size), k=self._context.tokens)) for _ in range(more)]
@@ -248,7 +248,7 @@ class LongEngine:
         return more * self._context.tokens / (time.perf_counter() - started)
 
     def decode(self, users: int, depth: int) -> Json:
-        """Let users decode together behind their prompts, and time it."""
+        """Time users that decode together."""
         engine, stats = self.engine, self.engine.stats
         answer = (WARM_UPS + self._steps + ROUND_OFF) * (1 + depth)
         asked, found = engine.block_manager.lookups, engine.block_manager.hits
@@ -285,7 +285,7 @@ class LongEngine:
         return row
 
     def memory(self) -> Json:
-        """Bytes on the device now, at most so far, and as planned; none where that is the host."""
+        """Bytes on the device now, at the peak, and as planned; None on a CPU."""
         together = self.planned.beside_blocks + self.engine.budget.bytes
         if self._device.type != "cuda":
             return {"planned_bytes": together, "held_bytes": None, "peak_bytes": None}
@@ -320,7 +320,7 @@ class LongEngine:
 def planned(
     target: Target, drafter: Drafter, dtype: str, kv_cache_dtype: KVCacheKind, *, users: int, max_model_len: int
 ) -> Footprint:
-    """What `eyas plan` says of such an engine, from configurations alone."""
+    """The plan of `eyas plan` for such an engine, from configurations alone."""
     decoder = read_decoder(target.model.config.to_dict(), target.facts.source)
     shape = DrafterShape(name="random", config=drafter.config, own_embedding=False, own_head=True)
     on_gpu = target.device.type != "cpu"
@@ -334,7 +334,7 @@ def planned(
 
 
 def with_growth(rows: Sequence[Json]) -> list[Json]:
-    """Rows with what follows from them: shares of the floor and of planned memory, growth against short contexts."""
+    """Add shares of the floor and of planned memory, and growth against short contexts."""
     grown = []
     for row in rows:
         alike = [other for other in rows if (other["users"], other["depth"]) == (row["users"], row["depth"])]
@@ -356,7 +356,7 @@ def _gibibytes(count: int | None) -> str:
 
 
 def line_of(row: Json) -> str:
-    """A cell in two lines."""
+    """A cell as two lines of text."""
     return (
         f"{row['context']:>7} context {row['users']:>3} users  depth {row['depth']}"
         f"  ms/step {row['ms_per_step']:>8.3f}  floor {row['floor_ms']:>7.3f}: {row['floor_share']:.0%}"

@@ -1,4 +1,4 @@
-"""What a step takes at the least: the bytes that it must read, over what the memory gives per second."""
+"""Lower bound of step time: the bytes that a step must read, over the memory bandwidth."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second of this device's memory: the best of a copy, which reads and writes, and of a sum, which reads.
+    """Measured memory bandwidth: the best of a copy, which reads and writes, and of a sum, which reads.
 
     A step nearly only reads, and some memories are faster at that than at both.
     """
@@ -32,7 +32,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of some trials, after one that is not counted."""
+    """The shortest of several trials, after a warm-up."""
     times = []
     for _ in range(1 + TRIALS):
         _wait(device)
@@ -80,7 +80,7 @@ def step_bytes(
 
 
 def _experts_left_out(model: nn.Module, *, tokens: int) -> float:
-    """Bytes of the experts that none of so many tokens is likely to choose."""
+    """Bytes of the experts that no token of a pass is likely to choose."""
     active = getattr(model.config, "num_experts_per_tok", 0)
     experts = [weight for weight in model.parameters() if weight.ndim == 3]
     return sum(weight.nbytes * (1 - active / len(weight)) ** tokens for weight in experts)

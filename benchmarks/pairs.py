@@ -1,4 +1,4 @@
-"""Ratios of runs that were made side by side: a median, and how far it can be trusted."""
+"""Median ratios of paired runs, with confidence intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST = 3
-"""Of fewer pairs there is no interval."""
+"""Minimum number of pairs for an interval."""
 DRAWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A median over pairs, with the bounds of 95 % where there are pairs enough."""
+    """A median over pairs, with a 95 % interval if there are enough."""
 
     median: float
     low: float | None
@@ -25,7 +25,7 @@ class Interval:
 
 
 def interval(ratios: Sequence[float], *, seed: int = 0) -> Interval:
-    """The median and its 95 % interval by the bootstrap: medians of as many pairs, drawn from these with return."""
+    """The median and its 95 % bootstrap interval."""
     if not ratios:
         raise ValueError("no pair was measured")
     values = np.asarray(ratios, dtype=np.float64)
@@ -37,7 +37,7 @@ def interval(ratios: Sequence[float], *, seed: int = 0) -> Interval:
 
 
 def turns(modes: Sequence[str], number: int) -> list[str]:
-    """The order of modes in a round: each starts at another one, and every other round runs backwards."""
+    """The order of modes in a round: it starts at another mode each round and alternates in direction."""
     start = (number // 2) % len(modes)
     order = [*modes[start:], *modes[:start]]
     return order if number % 2 == 0 else order[::-1]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a CPU, for requests that decode plainly and with drafts.
+"""Breaks down the time of a decoding step on a CPU, without and with drafts.
 
     python benchmarks/pass_times.py                          the default target; 1, 4, 16 requests, depth 0 and 3
     python benchmarks/pass_times.py --users 1 --depth 0 --depth 3 --steps 300
@@ -36,7 +36,7 @@ Times = dict[str, float]
 
 
 class Clocks:
-    """Seconds by part of the step under way."""
+    """Seconds by part of the current step."""
 
     def __init__(self, engine: Engine) -> None:
         pool, _ = load_native(THREADS)
@@ -67,7 +67,7 @@ class Clocks:
         return timed
 
     def step(self, engine: Engine) -> Times:
-        """One step, taken apart."""
+        """Times of one step by part."""
         self._spent.clear()
         waited = self._waited()
         for each in (*self._layers["verify"], *self._layers["draft"]):
@@ -87,7 +87,7 @@ class Clocks:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter", default="smollm2-eagle3.1")
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _some_steps(engine: Engine, clocks: Clocks, users: int, depth: int) -> list[Times]:
-    """Steps of so many requests that only decode."""
+    """Steps of decoding requests."""
     how = Speculation(mode="fixed", depth=depth)
     keys = []
     for number in range(users):

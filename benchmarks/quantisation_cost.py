@@ -1,4 +1,4 @@
-"""What quantising a target costs: its own distribution, its answers, and the acceptance of its drafter.
+"""Measures how quantisation changes a target: distribution, answers, acceptance of its drafter.
 
     python benchmarks/quantisation_cost.py prompts.jsonl --limit 50 --quantization none --quantization gguf
     python benchmarks/quantisation_cost.py prompts.jsonl --limit 50 --device cuda --dtype bfloat16 \\
@@ -42,14 +42,14 @@ DRAWS = 4000
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt and what followed it."""
+    """A prompt and its answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path, help=".jsonl with a `prompt` in every line")
     parser.add_argument("--target", default="smollm2")
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def answers(options: argparse.Namespace, kind: str, prompts: Sequence[str]) -> list[Answered]:
-    """Greedy answers of this kind."""
+    """Greedy answers of this target."""
     llm = LLM(options.target, drafter="none", quantization=kind, device=options.device, dtype=options.dtype)
     ids = [llm.target.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     made = llm.generate(ids, SamplingParams(max_tokens=options.max_tokens))
@@ -95,7 +95,7 @@ def answers(options: argparse.Namespace, kind: str, prompts: Sequence[str]) -> l
 
 
 def acceptance(options: argparse.Namespace, target: Target, texts: Sequence[Answered]) -> list[RoundCounts]:
-    """The rounds of every text."""
+    """Rounds of every text."""
     drafters = {"drafter": load_drafter_for(target, options.drafter).eval()}
     depth = options.depth
     return [
@@ -111,7 +111,7 @@ def corpus_of(text: Answered) -> Corpus:
 
 
 def answer_logprobs(target: Target, text: Answered) -> Tensor:
-    """Of every token of the vocabulary, at every place of the answer."""
+    """Log probabilities of the whole vocabulary at every position of the answer."""
     ids = torch.tensor([[*text.prompt, *text.answer]])
     with torch.no_grad():
         logits_BTV = target.model(input_ids=ids.to(target.device), use_cache=False).logits
@@ -119,7 +119,7 @@ def answer_logprobs(target: Target, text: Answered) -> Tensor:
 
 
 def distance(target: Target, texts: Sequence[Answered], logprobs: Sequence[Tensor]) -> tuple[float, float]:
-    """Mean divergence from the first kind, and the share of places with the same most likely token."""
+    """Mean KL divergence from the first kind, and the share of equal most likely tokens."""
     divergence = agreed = places = 0.0
     for text, expected_TV in zip(texts, logprobs, strict=True):
         found_TV = answer_logprobs(target, text)
@@ -135,7 +135,7 @@ def length(found: Sequence[RoundCounts]) -> float:
 
 
 def interval(found: Sequence[RoundCounts], first: Sequence[RoundCounts]) -> tuple[float, float]:
-    """Between what the ratio of both, less 1, lies when prompts are drawn anew."""
+    """Bootstrap interval of the ratio minus 1."""
     draw = random.Random(0)
     ratios = []
     for _ in range(DRAWS):

@@ -1,4 +1,4 @@
-"""Targets and drafters of random weights, made on the device: speed does not depend on what weights say."""
+"""Random targets and drafters, made on the device; speed does not depend on the weights."""
 
 import json
 from pathlib import Path
@@ -67,13 +67,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
-"""Llamas, unless they say otherwise."""
+"""Shapes, Llamas unless said otherwise."""
 LONGEST = 8192
-"""Tokens of a context, unless told: what rotations are made for without scaling."""
+"""Default context length, for which rotary embeddings need no scaling."""
 
 
 def rope_parameters(longest: int) -> dict[str, Any]:
-    """How positions are turned; for contexts above LONGEST scaled as Llama 3.1 does it."""
+    """Rotary parameters; longer contexts are scaled as in Llama 3.1."""
     if longest <= LONGEST:
         return {"rope_type": "default", "rope_theta": 10000.0}
     return {
@@ -87,7 +87,7 @@ def rope_parameters(longest: int) -> dict[str, Any]:
 
 
 def target_config(shape: str, longest: int = LONGEST) -> Any:
-    """transformers' configuration of this shape, for contexts of so many tokens."""
+    """Configuration of this shape for contexts of this length."""
     sizes = {"model_type": "llama", **SHAPES[shape]}
     config = AutoConfig.for_model(
         **sizes,
@@ -104,7 +104,7 @@ def target_config(shape: str, longest: int = LONGEST) -> Any:
 def random_target(
     shape: str, dtype: torch.dtype, device: torch.device, longest: int = LONGEST, *, quantization: str = "none"
 ) -> Target:
-    """A model of this shape that knows nothing; its linears quantised as `--quantization` does it on a GPU."""
+    """A random model of this shape, optionally quantised as by `--quantization` on a GPU."""
     with device:
         model: Any = AutoModelForCausalLM.from_config(target_config(shape, longest), dtype=dtype)
     model = model.eval().requires_grad_(False)
@@ -115,7 +115,7 @@ def random_target(
 
 
 def drafter_config(shape: str, aux_layer_ids: tuple[int, ...], longest: int = LONGEST) -> DrafterConfig:
-    """One layer of the target's shape, with its rotation."""
+    """One layer of the target's shape, with its rotary embedding."""
     sizes = SHAPES[shape]
     return DrafterConfig(
         vocab_size=sizes["vocab_size"],
@@ -146,7 +146,7 @@ def random_drafter(shape: str, target: Target) -> Drafter:
 def write_configs(
     shape: str, aux_layer_ids: tuple[int, ...], dtype: str, folder: Path, longest: int = LONGEST
 ) -> tuple[Path, Path]:
-    """The target's and the drafter's folder for vLLM, which invents the weights itself: each a config.json alone."""
+    """Folders of target and drafter for vLLM, which makes random weights itself: config.json only."""
     target, drafter = folder / f"{shape}-target", folder / f"{shape}-drafter"
     own = target_config(shape, longest).to_dict() | {"dtype": dtype, "torch_dtype": dtype}
     small = LAYOUTS["vllm"].write_config(drafter_config(shape, aux_layer_ids, longest), {})

@@ -1,4 +1,4 @@
-"""Runs of several modes in turn, as ratios: rows for JSON, a table and a picture."""
+"""Ratios of paired runs of several modes: rows for JSON, a table and a plot."""
 
 import statistics
 from collections.abc import Collection, Iterator, Sequence
@@ -8,22 +8,24 @@ from typing import Any
 
 from pairs import Interval, interval
 
+from eyas.reports.plot import label_axes, new_figure
+
 Json = dict[str, Any]
 PLAIN, VLLM_PLAIN, AUTO, COLD = "plain", "vLLM plain", "auto", "auto, cold"
 SUFFIX, BOTH = "suffix", "both"
-"""Modes by name; others are named by whoever runs them."""
+"""Names of modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run of one mode, while all users were busy."""
+    """One run of one mode while all users were busy."""
 
     tokens: int
     seconds: float
     steps: int
     acceptance_length: float | None = None
     whole_speed: float
-    """Tokens per second up to the last answer's end."""
+    """Tokens per second until the last answer ends."""
 
     @property
     def speed(self) -> float:
@@ -32,7 +34,7 @@ class Outcome:
 
 
 def rows_of(users: int, rounds: Sequence[dict[str, Outcome]], cold: Sequence[tuple[Outcome, Outcome]]) -> list[Json]:
-    """A row for each mode: its speed, and its ratio to plain decoding in the same round, and for both also to auto."""
+    """A row for each mode: speed, and ratio to plain decoding in the same round; for both also to auto."""
     rows = []
     for mode, against in _pairs(rounds[0]):
         whole = VLLM_PLAIN in (mode, against)
@@ -48,7 +50,7 @@ def rows_of(users: int, rounds: Sequence[dict[str, Outcome]], cold: Sequence[tup
 
 
 def _pairs(modes: Collection[str]) -> Iterator[tuple[str, str]]:
-    """What is compared with what."""
+    """Pairs of modes to compare."""
     for mode in modes:
         yield mode, VLLM_PLAIN if mode.startswith("vLLM depth") and VLLM_PLAIN in modes else PLAIN
         if mode == BOTH and AUTO in modes:
@@ -69,7 +71,7 @@ def _row(users: int, mode: str, against: str, outcomes: Sequence[Outcome], ratio
 
 
 def table(record: Json) -> str:
-    """A line for each mode, a column for each number of users; then what is missing."""
+    """A line for each mode, a column for each number of users; then notes."""
     users = list(dict.fromkeys(row["users"] for row in record["rows"]))
     modes = list(dict.fromkeys((row["mode"], row["against"]) for row in record["rows"]))
     found = {(row["mode"], row["against"], row["users"]): row for row in record["rows"]}
@@ -93,28 +95,20 @@ def table(record: Json) -> str:
 
 def draw(record: Json, picture: Path) -> None:
     """Ratios by number of users, with their intervals."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     users = list(dict.fromkeys(row["users"] for row in record["rows"]))
     modes = [
         pair for pair in dict.fromkeys((row["mode"], row["against"]) for row in record["rows"]) if pair[0] != PLAIN
     ]
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.axhline(1.0, color="grey", lw=1)
-    for place, (mode, against) in enumerate(modes):
-        rows = [row for row in record["rows"] if (row["mode"], row["against"]) == (mode, against)]
-        middle = [row["ratio"]["median"] for row in rows]
-        low = [m - (row["ratio"]["low"] or m) for m, row in zip(middle, rows, strict=True)]
-        high = [(row["ratio"]["high"] or m) - m for m, row in zip(middle, rows, strict=True)]
-        across = [users.index(row["users"]) + 0.06 * (place - len(modes) / 2) for row in rows]
-        axes.errorbar(across, middle, yerr=[low, high], fmt="o-", ms=4, capsize=3, label=f"{mode} / {against}")
-    axes.set_xticks(range(len(users)), [str(count) for count in users])
-    axes.set_xlabel("users")
-    axes.set_ylabel("tokens per second, ratio (95 % intervals)")
-    axes.set_title(f"{record['arguments']['target']}, {record['device']}, {record['dtype']}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(picture, dpi=120)
+    with new_figure(picture, (9, 5)) as figure:
+        axes = figure.subplots()
+        axes.axhline(1.0, color="grey", lw=1)
+        for place, (mode, against) in enumerate(modes):
+            rows = [row for row in record["rows"] if (row["mode"], row["against"]) == (mode, against)]
+            middle = [row["ratio"]["median"] for row in rows]
+            low = [m - (row["ratio"]["low"] or m) for m, row in zip(middle, rows, strict=True)]
+            high = [(row["ratio"]["high"] or m) - m for m, row in zip(middle, rows, strict=True)]
+            across = [users.index(row["users"]) + 0.06 * (place - len(modes) / 2) for row in rows]
+            axes.errorbar(across, middle, yerr=[low, high], fmt="o-", ms=4, capsize=3, label=f"{mode} / {against}")
+        axes.set_xticks(range(len(users)), [str(count) for count in users])
+        title = f"{record['arguments']['target']}, {record['device']}, {record['dtype']}"
+        label_axes(axes, title, "users", "tokens per second, ratio (95 % intervals)")

@@ -1,4 +1,4 @@
-"""Questions whose answers repeat their context: files to rewrite, records to extract, notes to quote. One JSONL file.
+"""Makes a JSONL file of questions whose answers repeat their context: rewriting, extraction, quotation.
 
     python benchmarks/repeating_workloads.py repeating.jsonl
     eyas bench http://localhost:8000 --workload repeating.jsonl
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FEWEST_LINES, MOST_LINES = 8, 24
-"""Of a function that is rewritten."""
+"""Lines of a function to rewrite."""
 FIRST = ("Ada", "Boris", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kaya", "Lena")
 LAST = ("Abel", "Brook", "Costa", "Dahl", "Ekman", "Fontaine", "Gupta", "Haas", "Ito", "Jensen", "Kovac", "Lund")
 CITIES = ("Lisbon", "Oslo", "Turin", "Graz", "Leeds", "Porto", "Ghent", "Basel", "Malmo", "Bilbao")
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def make_records(each: int, seed: int) -> list[dict[str, Any]]:
-    """So many questions of each category."""
+    """`count` questions of each category."""
     draw = Random(seed)
     made: list[dict[str, Any]] = []
     functions, sections = list(_functions()), _sections()

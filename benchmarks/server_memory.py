@@ -1,4 +1,4 @@
-"""What `eyas serve` takes beside Python and torch: when it is ready, after one answer, and after twenty.
+"""Measures the memory of `eyas serve` beyond Python and torch: at start, after one answer, after twenty.
 
     python benchmarks/server_memory.py [options of eyas serve]
 
@@ -43,7 +43,7 @@ def children(pid: int) -> list[int]:
 
 
 def of_imports(statement: str) -> dict[str, float]:
-    """What a process takes that imports this and nothing else."""
+    """Memory of a process that imports only this."""
     process = subprocess.Popen(
         [sys.executable, "-c", f"{statement}\nprint(flush=True)\nimport time\ntime.sleep(600)"], stdout=subprocess.PIPE
     )
@@ -71,7 +71,7 @@ def until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def answer(number: int) -> None:
-    """One answer to a question that was not asked before."""
+    """Ask a new question."""
     question = f"Tell me {number + 3} things about the number {number}, one in each line."
     body = json.dumps({"messages": [{"role": "user", "content": question}], "max_tokens": TOKENS}).encode()
     request = urllib.request.Request(f"{URL}/v1/chat/completions", body, {"Content-Type": "application/json"})
@@ -79,7 +79,7 @@ def answer(number: int) -> None:
 
 
 def main() -> None:
-    """Print a line for each moment."""
+    """Measure and print a line for each stage."""
     baseline = of_imports("import torch")
 
     def show(name: str, now: dict[str, float], less: dict[str, float] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Leaves a server under fire for a while and judges what it did. Prints a table and JSON; exits with 1 if a bar fails.
+"""Loads a server for a while with clients and attackers, and judges it. Prints a table and JSON.
 
     python benchmarks/soak.py --minutes 20                       # starts `eyas serve` itself
     python benchmarks/soak.py --url http://127.0.0.1:8000 --pid 4711
@@ -50,30 +50,30 @@ SERVE = (
     "eyas serve --max-model-len 1024 --max-num-seqs 16 --max-queue 24 --memory-gib 0.06 --no-page "
     "--request-seconds 3600 --drain-seconds 600"
 )
-"""Limits low enough for 429s and for KV blocks to run out; time enough for a machine that others use too."""
+"""Server limits low enough for status 429 and full KV caches; timeouts long enough for a busy machine."""
 
 
 class Verdict:
-    """What was judged: each bar with whether it holds, and the figures it rests on."""
+    """Bars with their outcomes, and the figures they rest on."""
 
     def __init__(self) -> None:
         self.bars: dict[str, bool] = {}
         self.words: dict[str, str] = {}
 
     def judge(self, bar: str, holds: bool, words: str) -> None:
-        """Note one bar; told twice, it holds only if it did both times."""
+        """Add a bar; added twice, it holds only if it held both times."""
         self.bars[bar] = holds and self.bars.get(bar, True)
         self.words[bar] = f"{self.words[bar]}; {words}" if bar in self.words else words
 
     def table(self) -> str:
-        """For people."""
+        """The verdict as text."""
         return "\n".join(
             f"{bar:<10} {'holds' if holds else 'FAILS':<6} {self.words[bar]}" for bar, holds in self.bars.items()
         )
 
 
 async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, Any], verdict: Verdict) -> None:
-    """All of it; what is known so far is in the record at any time."""
+    """The whole soak; its record is available at any time."""
     books, strays, watch, health, stop = Books(), Books(), Watch(), Health(server.url), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
@@ -128,7 +128,7 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
 
 
 async def _references(clients: Clients, count: int) -> list[tuple[Question, Choices]]:
-    """Ask every question, one after the other."""
+    """Ask all questions in turn."""
     known: list[tuple[Question, Choices]] = []
 
     async def ask(question: Question) -> str:
@@ -179,7 +179,7 @@ def _judge_attacks(verdict: Verdict, strays: Books, health: Health) -> None:
 
 
 async def _judge_rest(verdict: Verdict, server: Server, clients: Clients, patience: float) -> None:
-    """Wait until nothing is under way; that must come, and nothing may be left."""
+    """Wait until the server is idle, which must happen, with nothing left."""
     deadline = time.monotonic() + patience
     while True:
         told = await server.status(clients.session)
@@ -196,7 +196,7 @@ async def _judge_rest(verdict: Verdict, server: Server, clients: Clients, patien
 async def _counts_when_settled(
     server: Server, clients: Clients, before: dict[str, int], patience: float
 ) -> dict[str, int]:
-    """What the server has counted since; it counts a request just after the client has its last byte."""
+    """Increase of the server's counters; a request counts just after its last byte."""
     deadline = time.monotonic() + min(patience, 60)
     while True:
         now = await server.counted(clients.session)
@@ -207,7 +207,7 @@ async def _counts_when_settled(
 
 
 async def _judge_farewell(verdict: Verdict, server: Server, clients: Clients, patience: float) -> None:
-    """Tell it to stop while it answers."""
+    """Stop the server while it answers."""
     assert server.process is not None
     expected = await clients.whole(FAREWELL)
     running = [asyncio.create_task(clients.streamed(FAREWELL)) for _ in range(FAREWELLS)]
@@ -232,7 +232,7 @@ def _judge_log(verdict: Verdict, server: Server, books: Books, strays: Books) ->
 
 
 def main() -> int:
-    """Soak, print, and say by the exit code whether all bars hold."""
+    """Soak, print, and exit with 1 if a bar fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=64)

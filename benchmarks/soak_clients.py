@@ -1,4 +1,4 @@
-"""The clients of a soak: each asks one thing after another, in one of many manners, and notes what became of it.
+"""Clients of a soak: each sends one request after another, of many kinds, and records the outcome.
 
 Every request that is sent is noted before, and has one outcome after: `right`, `wrong`, `refused` as it should be,
 `full` (a 429 that says when to come back, which is waited for), `left` by the client on purpose, or `lost`. A request
@@ -24,14 +24,14 @@ Choices = tuple[tuple[str, str | None], ...]
 """Text and finish reason of every choice."""
 JSON = {"content-type": "application/json"}
 NOTED = 20
-"""Of what went wrong, how much is written down."""
+"""Number of failures that are written down."""
 LOST_SECONDS = 1.0
-"""Before a lost request is sent again: a server that is gone is not to be asked a thousand times a second."""
+"""Seconds before a lost request is sent again."""
 WAVE_SECONDS = 60.0
 CALM_SECONDS = 20.0
-"""Between two requests of a client on average, in the calm half of a wave; in the other half it asks at once."""
+"""Mean seconds between requests in the calm half of a wave; there is no pause in the other half."""
 ATTACK_SECONDS = 2.0
-"""Between two attacks of an attacker on average."""
+"""Mean seconds between attacks of one attacker."""
 SPECULATION: tuple[dict[str, Any] | None, ...] = (
     None,
     {"mode": "off"},
@@ -42,11 +42,11 @@ SPECULATION: tuple[dict[str, Any] | None, ...] = (
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not what it should be."""
+    """An answer is wrong."""
 
 
 class FullError(Exception):
-    """The server has no room and says when to come back."""
+    """The server is full and says when to come back."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"come back in {seconds:g} s")
@@ -54,17 +54,17 @@ class FullError(Exception):
 
 
 class Books:
-    """Every request sent, and what became of it."""
+    """All requests sent, with their outcomes."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.ids: Counter[str] = Counter()
-        """How often each id of an answer was seen."""
+        """Number of answers with each id."""
         self.amiss: list[str] = []
 
     async def note(self, kind: str, asking: Awaitable[str]) -> float:
-        """Take a request to its outcome; seconds to wait if it should be tried again."""
+        """Follow a request to its outcome; return the seconds to wait before a retry, if any."""
         self.sent[kind] += 1
         wait = 0.0
         try:
@@ -95,7 +95,7 @@ class Books:
 
 
 class Clients:
-    """All clients of one server; `async with` opens their connections."""
+    """Clients of one server; a context manager that opens their connections."""
 
     def __init__(self, url: str, books: Books) -> None:
         self.url, self.books = url, books
@@ -113,7 +113,7 @@ class Clients:
         await self.slow_session.close()
 
     async def whole(self, question: Question, **fields: Any) -> Choices:
-        """The answer in one piece."""
+        """A non-streamed answer."""
         async with self.session.post(
             self.url + question.path, json={**question.body, **fields}, headers=JSON
         ) as response:
@@ -125,7 +125,7 @@ class Clients:
     async def streamed(
         self, question: Question, *, pause: float = 0, leave_after: int | None = None, **fields: Any
     ) -> Choices | None:
-        """The answer of a stream; None if it was left after so many events. With a pause it is read slowly."""
+        """A streamed answer; None if the client left after some events. With a pause it reads slowly."""
         session = self.slow_session if pause else self.session
         body = {**question.body, "stream": True, **fields}
         async with session.post(self.url + question.path, json=body, headers=JSON) as response:
@@ -141,7 +141,7 @@ class Clients:
         return understood(events)
 
     async def ask(self, question: Question, expected: Choices, *, stream: bool, **manner: Any) -> str:
-        """Ask what has a known answer."""
+        """Ask a question with a known answer."""
         said = await (self.streamed if stream else self.whole)(question, **manner)
         if said is None:
             return "left"
@@ -150,7 +150,7 @@ class Clients:
         return "right"
 
     async def ask_for_bird(self, seed: int, *, stream: bool, speculative: Any) -> str:
-        """Ask for an object nobody has seen yet."""
+        """Ask for an object that is in no cache."""
         question = bird(seed)
         said = await (self.streamed if stream else self.whole)(question, speculative=speculative)
         if said is None or len(said) != 1 or said[0][1] != "stop" or not is_bird(said[0][0]):
@@ -158,7 +158,7 @@ class Clients:
         return "right"
 
     async def ask_in_vain(self, refusal: Refusal) -> str:
-        """Send what must be refused."""
+        """Send a request that must be refused."""
         async with self.session.post(self.url + "/v1/chat/completions", data=refusal.payload, headers=JSON) as response:
             self._note_id(response)
             told = json.loads(await response.read())
@@ -168,7 +168,7 @@ class Clients:
         return "refused"
 
     async def vanish(self, question: Question, seconds: float, **fields: Any) -> str:
-        """Send a whole request and hang up, mostly before the first byte of an answer."""
+        """Send a whole request and disconnect, mostly before the answer begins."""
         place = urlsplit(self.url)
         payload = json.dumps({**question.body, **fields}).encode()
         lines = [f"POST {question.path} HTTP/1.1", f"host: {place.netloc}", "content-type: application/json"]
@@ -199,7 +199,7 @@ async def live(
     rng: random.Random,
     stop: asyncio.Event,
 ) -> None:
-    """One client: asks until it is told to stop, and lets the answer under way come to its end."""
+    """One client: sends requests until stopped, and finishes the last one."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while not stop.is_set():
@@ -213,7 +213,7 @@ async def live(
 async def harass(
     victim: "Victim", books: Books, attacks: Sequence["Attack"], *, rng: random.Random, stop: asyncio.Event
 ) -> None:
-    """One attacker: sends one thing after another that should be refused."""
+    """One attacker: sends requests that must be refused."""
 
     async def send(attack: "Attack") -> str:
         await attack.run(victim)
@@ -228,7 +228,7 @@ async def harass(
 def _choose(
     clients: Clients, known: Sequence[tuple[Question, Choices]], refusals: Sequence[Refusal], rng: random.Random
 ) -> tuple[str, Callable[[], Awaitable[str]]]:
-    """What to ask next and how, as something that can be tried again."""
+    """The next request, as a function that can be retried."""
     question, expected = rng.choice(known)
     stream, drafting = rng.random() < 0.5, {"speculative": rng.choice(SPECULATION)}
     manner = rng.choices(
@@ -255,7 +255,7 @@ def _choose(
 
 
 def understood(events: Sequence[bytes]) -> Choices:
-    """What a stream says, if it is one: every choice ends once, nothing follows, and one [DONE] is last."""
+    """Parse a stream: every choice ends once, nothing follows it, and one [DONE] is last."""
     if events.count(b"[DONE]") != 1 or events[-1] != b"[DONE]":
         raise WrongAnswerError(f"a stream of {len(events)} events ends with {b' '.join(events[-2:])[:300]!r}")
     texts: defaultdict[int, str] = defaultdict(str)

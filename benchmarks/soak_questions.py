@@ -1,4 +1,4 @@
-"""What a soak asks: questions whose answers are known beforehand, objects of a schema, and bodies to be refused.
+"""Requests of a soak: questions with known answers, objects of a schema, and bodies to be refused.
 
 Every question has one right answer, greedy or by its seed, so that whatever stands beside it in the engine can be seen
 not to matter. The objects are asked for with a seed of their own each time, and checked against the schema by hand.
@@ -14,7 +14,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Something to ask; `kind` groups it in the report."""
+    """A request; `kind` groups it in the report."""
 
     kind: str
     path: str
@@ -49,7 +49,7 @@ BIRD = {
 FORM = {"type": "json_schema", "json_schema": {"name": "bird", "schema": BIRD}}
 FORMED = "in a form"
 LEDGER = "The ledger of the harbour lists what came in that week: salt, rope, tar, oil, grain and slate. " * 16
-"""Long enough for KV blocks to become scarce when several read it."""
+"""A prompt that makes KV blocks scarce if several requests have it."""
 
 QUESTIONS = (
     _chat("Name a bird.", 8),
@@ -78,17 +78,17 @@ QUESTIONS = (
     _text(LEDGER, 40),
 )
 FAREWELL = _chat("Tell a long story about a lighthouse.", 256, kind="farewell", ignore_eos=True)
-"""Takes long enough to be under way when the server is told to stop."""
+"""A request that is still running when the server is stopped."""
 
 
 def bird(seed: int) -> Question:
-    """An object of the schema, another one for each seed."""
+    """A request for an object of the schema, distinct by seed."""
     words = "Describe some bird as JSON."
     return _chat(words, 128, kind="JSON", temperature=1.0, seed=seed, response_format=FORM)
 
 
 def is_bird(text: str) -> bool:
-    """Whether a text is such an object, by reading it."""
+    """Whether a text is such an object."""
     try:
         told = json.loads(text)
     except ValueError:
@@ -105,7 +105,7 @@ def is_bird(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A body that no server should take, and the code it is to be refused with."""
+    """A body to be refused, with its status."""
 
     kind: str
     payload: bytes
@@ -113,7 +113,7 @@ class Refusal:
 
 
 def refusals(max_model_len: int) -> tuple[Refusal, ...]:
-    """For a server that takes so many tokens; a word is at least one."""
+    """Bodies for a server with this context length; a word is at least one token."""
     plain = _chat("Hello", 8).body
     long = _chat("word " * max_model_len, 8).body
     return (

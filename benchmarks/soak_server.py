@@ -1,4 +1,4 @@
-"""The server of a soak, seen from outside: its process, its memory, its own counts, its log."""
+"""Observes the server of a soak: process, memory, counters, log."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ COMPLETIONS = (CHAT, TEXT)
 
 LOOK_SECONDS = 2.0
 HEALTH_SECONDS = 10.0
-"""The longest that a probe of /health waits."""
+"""Timeout of a probe of /health."""
 HEALTH_PAUSE = 0.1
 LATE, MIDDLE = (0.9, 1.0), (0.45, 0.55)
-"""Which parts of the time are compared for growth: the first half is for caches to fill."""
+"""Parts of the run that are compared for growth; caches fill in the first half."""
 
 
 class Server:
-    """Where to ask, and the process behind it where that is known."""
+    """Address of the server, and its process if known."""
 
     def __init__(self, url: str, pid: int | None = None) -> None:
         self.url, self.pid = url.rstrip("/"), pid
@@ -38,7 +38,7 @@ class Server:
 
     @classmethod
     def start(cls, command: str, log: Path) -> "Server":
-        """Run a server; what it says goes to the log."""
+        """Run a server and keep its log."""
         line = Command.of(command)
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Server:
         return server
 
     async def until_ready(self, session: aiohttp.ClientSession, seconds: float) -> None:
-        """Wait until it takes requests."""
+        """Wait until the server is ready."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process is not None and self.process.poll() is not None:
@@ -67,13 +67,13 @@ class Server:
         raise SystemExit(f"{self.url} does not serve; see {self.log or 'its log'}")
 
     async def status(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """What /status says."""
+        """Read /status."""
         async with session.get(self.url + "/status") as response:
             told: dict[str, Any] = await response.json()
         return told
 
     async def counted(self, session: aiohttp.ClientSession) -> dict[str, int]:
-        """How many requests for completions the server has seen to their end, by outcome."""
+        """Finished completion requests by outcome."""
         async with session.get(self.url + "/metrics") as response:
             text = await response.text()
         counts: dict[str, int] = {}
@@ -85,20 +85,20 @@ class Server:
         return counts
 
     def memory(self) -> float | None:
-        """MiB in use by it and its children; None where the process is not known."""
+        """Memory of the server and its children in MiB; None without a process."""
         if self.pid is None:
             return None
         return sum(map(_resident_mib, [self.pid, *_children(self.pid)]))
 
     def processor_seconds(self) -> float | None:
-        """Time on processors so far, without its children; None where the process is not known."""
+        """CPU seconds without children; None without a process."""
         if self.pid is None:
             return None
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def logged(self) -> tuple[list[str], list[str]]:
-        """The ids of all requests for completions in the log, and its lines about failures."""
+        """Ids of all completion requests in the log, and its lines about failures."""
         ids, failures = [], []
         for line in self.log.read_text().splitlines() if self.log is not None else ():
             with suppress(ValueError):
@@ -112,14 +112,14 @@ class Server:
         return ids, failures
 
     def stop(self) -> None:
-        """End it, whatever state it is in."""
+        """Kill the server."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
 
 
 class Watch:
-    """Looks at a server from time to time: memory, load, KV blocks."""
+    """Samples memory, load and KV blocks of a server."""
 
     def __init__(self) -> None:
         self.memory: list[tuple[float, float]] = []
@@ -127,7 +127,7 @@ class Watch:
         self.most = {"running": 0, "waiting": 0, "used": 0}
 
     async def run(self, server: Server, session: aiohttp.ClientSession, tell: Callable[[str], None]) -> None:
-        """Look until cancelled."""
+        """Sample until cancelled."""
         began, said = time.monotonic(), 0.0
         while True:
             now, memory = time.monotonic() - began, server.memory()
@@ -143,20 +143,20 @@ class Watch:
 
     @property
     def growth(self) -> float | None:
-        """By how much of itself memory grew in the second half; None if it was hardly looked at."""
+        """Relative growth of memory in the second half; None with too few samples."""
         late, middle = (_part(self.memory, *part) for part in (LATE, MIDDLE))
         return statistics.median(late) / statistics.median(middle) - 1 if late and middle else None
 
 
 class Health:
-    """How long /health takes to answer, asked again and again over a new connection each time."""
+    """Latency of /health over new connections."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.seconds: list[float] = []
 
     async def run(self) -> None:
-        """Ask until cancelled. A probe without a proper answer counts as one that took all its time."""
+        """Probe until cancelled; a wrong answer counts as a timeout."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -172,7 +172,7 @@ class Health:
                 await asyncio.sleep(HEALTH_PAUSE)
 
     def within(self, seconds: float) -> float:
-        """The share of probes that took no longer."""
+        """Share of probes within the limit."""
         return sum(taken <= seconds for taken in self.seconds) / max(1, len(self.seconds))
 
     @property
@@ -182,7 +182,7 @@ class Health:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes below one, at any depth."""
+    """Descendants of a process."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):  # processes come and go
@@ -194,7 +194,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _resident_mib(pid: int) -> float:
-    """What a process holds in memory; 0 if it is gone."""
+    """Memory of a process; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""What drafts could give at most on this machine: measured times of passes, and answers replayed by one who knows them.
+"""Upper bounds of speculative speed on this machine, from measured pass times and replayed answers.
 
     python benchmarks/suffix_ceiling.py repeating.jsonl --drafter smollm2-eagle3.1 --category rewrite --max-tokens 256
 
@@ -43,9 +43,9 @@ from eyas.kernels.suffix_index import SuffixIndex, SuffixLimits
 from eyas.loading import load_target
 
 DEPTH, LONGEST, MOST_TOKENS, REPEATS = 7, 24, 32, 7
-"""Depth of the drafter, the longest match of the text, tokens of the largest pass, and how often each is timed."""
+"""Draft depth, longest suffix match, tokens of the largest pass, and repetitions of timing."""
 TIMED = REPEATS * MOST_TOKENS + 2 * MOST_TOKENS
-"""Tokens of an answer in which all of them are."""
+"""Tokens of an answer during timing."""
 KINDS = ("any", "suffix", "drafter", "both", "behind")
 Move = tuple[int, float]
 """Tokens that a step gives, and its seconds."""
@@ -53,7 +53,7 @@ Move = tuple[int, float]
 
 @dataclass(kw_only=True)
 class Replayed:
-    """An answer, and how many drafts would have been right behind each of its tokens but the last."""
+    """An answer, and the number of correct drafts behind each of its tokens but the last."""
 
     answer: tuple[int, ...]
     loops: bool
@@ -75,7 +75,7 @@ class Times:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--target", default="smollm2")
@@ -117,13 +117,13 @@ def _kinds(answers: Sequence[Replayed]) -> dict[str, list[Replayed]]:
 
 
 def refusing_device(device: torch.device) -> RoundDevice:
-    """The processor by the time that the thread computes; every draft is refused, so that a step gives one token."""
+    """An engine timed by CPU time of its thread, in which every draft is rejected."""
     capture = GraphCapture(device=device, enabled=False)
     return RoundDevice(capture=capture, queue=ThreadQueue(), synchronous=True, chance=0.0)
 
 
 class ThreadQueue(ImmediateQueue):
-    """The processor, by the time that the thread computes."""
+    """Clock of the thread's CPU time."""
 
     def mark(self) -> "ThreadMark":
         """The present time."""
@@ -131,16 +131,16 @@ class ThreadQueue(ImmediateQueue):
 
 
 class ThreadMark:
-    """A time of the thread."""
+    """A point of CPU time."""
 
     def __init__(self) -> None:
         self._at = time.thread_time()
 
     def wait(self) -> None:
-        """All before it is done."""
+        """Work is complete when this is called."""
 
     def seconds_since(self, earlier: "ThreadMark") -> float:
-        """What the thread has computed since."""
+        """CPU seconds since another point."""
         return self._at - earlier._at
 
 
@@ -157,7 +157,7 @@ class Drafting:
 
 
 def replay(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[list[Replayed], Drafting]:
-    """Answer prompts, drafting at every place: whatever is right, a step gives one token."""
+    """Answer prompts and draft at every position, one token per step."""
     drafted: dict[int, tuple[int, ...]] = {}
     draft, state = engine.proposer.draft, engine.core.runner.state
 
@@ -226,7 +226,7 @@ def _right(drafts: Iterable[int], came: Sequence[int]) -> int:
 
 
 class Drafts(Proposer):
-    """Drafts without sense, as many as it is told, for passes of the target that are to be timed."""
+    """Drafts random tokens, to time passes of the target."""
 
     def __init__(self, engine: Engine) -> None:
         self.count, self.layer_ids = 0, engine.proposer.layer_ids
@@ -244,7 +244,7 @@ class Drafts(Proposer):
 
 
 def time_passes(engine: Engine, prompt: tuple[int, ...], drafting: Drafting) -> Times:
-    """Passes of every size behind a prompt; medians."""
+    """Median times of passes of every size."""
     core, usual, found = engine.core, engine.core.proposer, dict[bool, list[float]]()
     core.proposer = drafts = Drafts(engine)
     try:
@@ -278,7 +278,7 @@ def time_passes(engine: Engine, prompt: tuple[int, ...], drafting: Drafting) -> 
 
 
 def read_times(path: Path) -> Times:
-    """The times of another machine."""
+    """Read times of another machine."""
     told = json.loads(path.read_text())
     known = sorted((int(tokens), ms / 1e3) for tokens, ms in told["verify"].items())
     if not known or known[0][0] != 1 or known[-1][0] < MOST_TOKENS:
@@ -292,7 +292,7 @@ def read_times(path: Path) -> Times:
 
 
 class Ways:
-    """What a step can do at a place of an answer by one who knows it, with one source or several."""
+    """Best steps at a position of a known answer, by draft source."""
 
     def __init__(self, answer: Replayed, times: Times) -> None:
         self.answer, self.times, self.count = answer, times, len(answer.suffix)
@@ -334,7 +334,7 @@ class Ways:
 
 
 def ceilings(answers: Sequence[Replayed], times: Times) -> dict[str, float]:
-    """The fastest ways through all of them, in parts of plain decoding."""
+    """Fastest ways through all answers, relative to plain decoding."""
     tokens = sum(len(answer.suffix) for answer in answers)
     plain, ways = tokens * (times.verify[0] + times.rest), [Ways(answer, times) for answer in answers]
     seconds = {name: sum(_fastest(way.count, getattr(way, name)) for way in ways) for name in KINDS}
@@ -343,7 +343,7 @@ def ceilings(answers: Sequence[Replayed], times: Times) -> dict[str, float]:
 
 
 def _fastest(count: int, moves: Callable[[int], list[Move]]) -> float:
-    """Seconds of the fastest way through so many tokens."""
+    """Seconds of the fastest way through an answer."""
     left = [0.0] * (count + 1)
     for at in reversed(range(count)):
         left[at] = min(seconds + left[min(count, at + gained)] for gained, seconds in moves(at))

@@ -1,4 +1,4 @@
-"""What the index of suffix drafts takes for a long text: memory, and processor time for each token.
+"""Measures the suffix index on a long text: memory, and CPU time per token.
 
     python benchmarks/suffix_index.py --tokens 100000
 
@@ -19,7 +19,7 @@ VOCABULARY, LONGEST, MOST = 49_152, 24, 24
 
 @dataclass(frozen=True, kw_only=True)
 class IndexCost:
-    """Of one text; times are microseconds of the processor a token."""
+    """Results of one text; times are CPU microseconds per token."""
 
     name: str
     tokens: int
@@ -36,7 +36,7 @@ class IndexCost:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--answer", type=int, default=2000, help="of these, tokens that come one by one")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def quoting_text(tokens: int, seed: int) -> list[int]:
-    """Tokens as unevenly distributed as words, then passages of them again."""
+    """Random tokens distributed like words, then quotations of them."""
     draw = Random(seed)
     text = [min(int(draw.paretovariate(0.7)), VOCABULARY - 1) for _ in range(tokens * 6 // 10)]
     while len(text) < tokens:
@@ -61,7 +61,7 @@ def quoting_text(tokens: int, seed: int) -> list[int]:
 
 
 def measure(name: str, text: list[int], answer: int) -> IndexCost:
-    """Read a text at once but for so many tokens, which come one by one."""
+    """Index a text at once, except for some tokens that are added one by one."""
     began = time.thread_time()
     index, prompt = SuffixIndex(len(text)), len(text) - answer
     index.extend(text[:prompt])

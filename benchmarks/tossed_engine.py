@@ -1,4 +1,4 @@
-"""The engine with an acceptance length of one's choice: how many drafts of a round are accepted is tossed.
+"""An engine with a forced acceptance length: a coin decides how many drafts of a round are accepted.
 
 Everything about forced acceptance is here; the benchmarks that use it see an engine.
 """
@@ -21,7 +21,7 @@ from eyas.target.model import Target
 
 
 class TossedEngine(Engine):
-    """Accepts drafts by a coin instead of by what the target said, and times what is captured.
+    """Accepts drafts by a coin, and times captured passes.
 
     The whole comparison has run by then, so a step costs what it costs with a drafter of that acceptance. The coin is
     tossed on the device, and the host does not see it before the tokens have arrived.
@@ -44,7 +44,7 @@ class TossedEngine(Engine):
 
 
 class TimedCapture(GraphCapture):
-    """Brackets replays by events."""
+    """Surrounds graph replays with CUDA events."""
 
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
 
@@ -71,14 +71,14 @@ class TimedCapture(GraphCapture):
         return timed
 
     def milliseconds(self, kind: str) -> float:
-        """The median replay so far."""
+        """Median replay time in milliseconds."""
         torch.cuda.synchronize()
         times = [first.elapsed_time(last) for first, last in self.events[kind]]
         return statistics.median(times) if times else 0.0
 
 
 def chance_of(length: float, depth: int) -> float:
-    """The chance of each draft by which 1 + p + p^2 + ... + p^depth is the mean length."""
+    """Probability p of each draft for which 1 + p + p^2 + ... + p^depth is the mean length."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""How fast a drafter trains, and how much of that is the target: random weights of a given shape, random text.
+"""Measures training speed of a drafter relative to the target's forward pass, with random models and text.
 
     python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096 --taught 0.53 --compile
 
@@ -63,7 +63,7 @@ BATCHES = 3
 
 
 def random_target(shape: str, device: str) -> Target:
-    """A target of that shape that knows nothing."""
+    """A random target of this shape."""
     config = LlamaConfig(max_position_embeddings=131072, **SHAPES[shape])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.set_default_dtype(dtype)
@@ -74,7 +74,7 @@ def random_target(shape: str, device: str) -> Target:
 
 
 def random_batches(documents: int, length: int, taught: float, vocab_size: int, device: str) -> list[TrainingBatch]:
-    """Documents of one length that end in an answer. Its share of a document varies, from batch to batch as well."""
+    """Documents of one length that end in an answer, whose share varies."""
     generator = np.random.default_rng(0)
     total = documents * length
     position = np.tile(np.arange(length), documents)
@@ -97,13 +97,13 @@ def random_batches(documents: int, length: int, taught: float, vocab_size: int, 
 
 
 def multiplications(batch: TrainingBatch, config: LlamaConfig, drafter: DrafterConfig, depths: int) -> tuple[int, int]:
-    """Of the target's pass over a batch, and of the drafter's step on it: a backward pass costs twice a forward one."""
+    """FLOPs of the target's pass over a batch, and of the drafter's step on it; a backward pass counts twice."""
     slots, taught, read = len(batch.ids_T), len(batch.row_M), len(batch.slots.read_R)
     keys, queries = (np.diff(starts.tolist()) for starts in (batch.slots.key_starts, batch.slots.query_starts))
     documents = np.diff(batch.starts.tolist())
 
     def layer(size: int, inputs: int, heads: int, key_heads: int, head_dim: int, intermediate: int) -> tuple[int, int]:
-        """Of a slot: its keys and values, and all the rest."""
+        """FLOPs of a slot: for keys and values, and for the rest."""
         return 2 * inputs * key_heads * head_dim, (inputs + size) * heads * head_dim + 3 * size * intermediate
 
     size, wide = config.hidden_size, config.num_attention_heads * config.head_dim
@@ -132,7 +132,7 @@ def multiplications(batch: TrainingBatch, config: LlamaConfig, drafter: DrafterC
 
 
 def seconds(run: Callable[[TrainingBatch], object], batches: list[TrainingBatch], repeats: int) -> float:
-    """Median time of one run, after one over every batch."""
+    """Median time of a run, after a warm-up over every batch."""
     times = []
     for number in range(len(batches) + repeats):
         if batches[0].ids_T.is_cuda:
@@ -146,7 +146,7 @@ def seconds(run: Callable[[TrainingBatch], object], batches: list[TrainingBatch]
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--documents", type=int, default=8)

@@ -1,4 +1,4 @@
-"""Drafters that were trained side by side, ranked by tokens per second for one user: what they cost counts as well.
+"""Ranks drafter variants by tokens per second for one user, from acceptance and measured step times.
 
     python benchmarks/variants.py runs/variants --greedy held-out-0.jsonl --sampled held-out-1.jsonl
     python benchmarks/variants.py runs/variants --device cpu
@@ -29,11 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from draft_chances import GREEDY, SAMPLED, ExpectedRounds, draft_chances, expect_rounds
 from numpy.typing import NDArray
 from pairs import turns
 
 from eyas.atomic import new_file
-from eyas.cli.plan_calibrate import TimedSteps, measure
+from eyas.bench.step_times import TimedSteps, measure
 from eyas.data.author_check import AuthorCheck
 from eyas.drafter.checkpoint import (
     checkpoint_of,
@@ -52,11 +53,9 @@ from eyas.loading import load_drafter_for, load_target
 from eyas.target.device import choose_device
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
-from eyas.train.batch import TrainingBatch
-from eyas.train.chances import GREEDY, SAMPLED, draft_chances
+from eyas.train.batch import CorpusPacks, TrainingBatch
 from eyas.train.corpus.encoding import EncodingSettings, encode_corpus
-from eyas.train.epochs import CorpusPacks
-from eyas.train.estimate import ExpectedRounds, answer_borders, expect_rounds
+from eyas.train.estimate import answer_borders
 from eyas.train.init import set_vocabulary
 from eyas.train.journal import versions
 from eyas.train.recipe import Recipe
@@ -66,12 +65,12 @@ from eyas.train.sources.live import LiveSource
 Json = dict[str, Any]
 DEPTHS = (1, 2, 3, 4, 5, 7)
 TEMPERATURES = {"0": GREEDY, "1": "race"}
-"""The rule that ranks, by temperature."""
+"""Acceptance rule for the ranking, by temperature."""
 DRAWS = 1000
 
 
 def main() -> None:
-    """Judge, time, print."""
+    """Estimate acceptance, time steps, print the ranking."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the training run, or of a variants.json")
     parser.add_argument("--greedy", type=Path, help="answers of temperature 0 that were not trained on")
@@ -114,7 +113,7 @@ def main() -> None:
 
 
 def save(place: Path, record: Json) -> None:
-    """Write all there is."""
+    """Write the record."""
     with new_file(place) as file:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -125,7 +124,7 @@ def config_of(folder: str) -> Json:
 
 
 def judge(recipe: Recipe, folders: Mapping[str, str], files: Mapping[str, Path], device: str) -> Json:
-    """Expected rounds of every variant: by temperature, rule and depth, answer by answer."""
+    """Expected rounds of every variant: by temperature, rule, depth and answer."""
     on_cpu = device == "cpu"
     dtype = "float32" if on_cpu else "auto"
     target = Target.load(recipe.target.source, dtype=dtype, device=device, quantization="none")
@@ -171,7 +170,7 @@ def judge(recipe: Recipe, folders: Mapping[str, str], files: Mapping[str, Path],
 
 
 def _beside(target: Target, folder: str) -> Drafter:
-    """A drafter in the precision of the target, as it was trained: nothing packed, nothing rounded to 8 bits."""
+    """Load a drafter in the target's precision, neither packed nor quantised."""
     drafter = load_drafter(folder).to(device=target.device, dtype=target.dtype)
     return drafter.share_target(target.embedding(), target.head(), target.last_norm())
 
@@ -193,7 +192,7 @@ def _as_json(own: ExpectedRounds) -> Json:
 
 
 def step_seconds(record: Json, device: str, *, seconds: float, rounds: int) -> Json:
-    """Seconds of a step of one user: plain, and of each shape at each depth; all of them in turn."""
+    """Seconds of a step for one user, plain and for each shape and depth, measured in turn."""
     source = record["recipe"]["target"]["source"]
     target = load_target(source, dtype="auto", device=device)
     options = EngineConfig(max_num_seqs=1, max_model_len=1024)
@@ -221,14 +220,14 @@ def step_seconds(record: Json, device: str, *, seconds: float, rounds: int) -> J
 
 
 def shape_of(config: Json) -> str:
-    """What of a drafter decides its time."""
+    """The part of a drafter's config that decides its speed."""
     sizes = f"{config['num_hidden_layers']} x {config['intermediate_size']}, {config['draft_vocab_size']:,}"
     states = config.get("num_aux_hidden_states", 3)
     return sizes if states == 3 else f"{sizes}, {states} states"
 
 
 def _random_drafter(target: Target, config: Json, folder: Path) -> Drafter:
-    """A drafter of that shape that knows nothing, loaded as eyas serves it."""
+    """A random drafter of this shape, loaded as eyas serves it."""
     place = folder / str(len(list(folder.iterdir())))
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
@@ -260,7 +259,7 @@ def rank(record: Json, machine: str) -> None:
 
 
 def bootstrap(own: Json, base: Json, *, seed: int = 0) -> NDArray[np.float64]:
-    """Ratios of two acceptance lengths over the same answers, drawn with return."""
+    """Bootstrap ratios of two acceptance lengths over the same answers."""
     drawn = np.random.default_rng(seed).integers(len(own["rounds"]), size=(DRAWS, len(own["rounds"])))
     lengths = [
         1 + np.array(one["accepted"])[drawn].sum(axis=1) / np.array(one["rounds"])[drawn].sum(axis=1)

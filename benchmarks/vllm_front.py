@@ -1,4 +1,4 @@
-"""What `eyas serve --engine vllm` costs: the same greedy requests to one vLLM, directly and through eyas before it.
+"""Measures the overhead of `eyas serve --engine vllm`: the same greedy requests to one vLLM, directly and through eyas.
 
     python benchmarks/vllm_front.py --vllm-python ~/vllm/bin/python --users 1 --users 8
 
@@ -63,7 +63,7 @@ def started(arguments: argparse.Namespace) -> "Iterator[tuple[int, dict[str, Add
 
 
 def _behind(front: int) -> Address:
-    """The vLLM that a server started."""
+    """Find the vLLM that a server started."""
     for child in Path(f"/proc/{front}/task/{front}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
         if "vllm.entrypoints.cli.main" in words:
@@ -74,13 +74,13 @@ def _behind(front: int) -> Address:
 
 
 def _processor_seconds(process: int) -> float:
-    """What a process has used so far, without those that it started."""
+    """CPU seconds of a process, without its children."""
     behind_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(behind_name[11]) + int(behind_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def ask(address: Address, users: int, arguments: argparse.Namespace) -> Round:
-    """One round: all users begin at once, each asks one question after the other."""
+    """One round: all users start together, each asks one question after the other."""
     async with Client(address, timeout=3600) as client:
         asked = enumerate(questions(users, arguments.each))
         began = time.perf_counter()
@@ -100,7 +100,7 @@ async def ask(address: Address, users: int, arguments: argparse.Namespace) -> Ro
 async def measure(
     front_process: int, addresses: dict[str, Address], users: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Both ways in turn, for so many users."""
+    """Measure both ways in turn for a number of users."""
     rounds: dict[str, list[Round]] = {way: [] for way in WAYS}
     for number in range(-1, arguments.pairs):  # the first is for warming up
         for way in WAYS if number % 2 else reversed(WAYS):
@@ -139,7 +139,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--target", default="smollm2")

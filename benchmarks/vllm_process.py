@@ -1,4 +1,4 @@
-"""vLLM from another interpreter, as a process that takes its turn: start it, let it answer, end it."""
+"""Runs vLLM from another interpreter as a child process."""
 
 import json
 import re
@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "vllm_worker.py"
 
 
 def installed(python: str | None) -> str | None:
-    """The version of vLLM that an interpreter has; None where there is no interpreter. One without it is refused."""
+    """The version of vLLM in an interpreter; None without an interpreter; raises if vLLM is missing."""
     return None if python is None else version.installed(python)
 
 
@@ -33,7 +33,7 @@ def vllm_options(
     eager: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
-    """Keywords of `vllm.LLM`. `length` forces this mean acceptance length, whatever the drafter says."""
+    """Keyword arguments of `vllm.LLM`; `length` forces this mean acceptance length."""
     options: dict[str, Any] = {
         "model": str(model),
         "dtype": dtype,
@@ -63,7 +63,7 @@ def vllm_options(
 
 
 def capture_sizes(users: Sequence[int], depth: int) -> list[int]:
-    """Tokens of the steps that are measured, and smaller ones for the time when most requests have ended."""
+    """CUDA graph sizes for the measured steps, and for fewer requests."""
     most = max(users) * (1 + depth)
     sizes = {count * (1 + depth) for count in users} | {1, 2, 4, 8}
     sizes |= {2**power * (1 + depth) for power in range(10)}
@@ -71,7 +71,7 @@ def capture_sizes(users: Sequence[int], depth: int) -> list[int]:
 
 
 class VLLMProcess:
-    """One engine of vLLM, to be used as a context."""
+    """A vLLM engine, as a context manager."""
 
     def __init__(self, python: str, options: Mapping[str, Any], log: Path) -> None:
         self._python, self._options, self._log = python, options, log
@@ -109,7 +109,7 @@ class VLLMProcess:
     def answer(
         self, prompts: Sequence[Sequence[int]], *, users: int, max_tokens: int, stop_ids: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Answer prompts, so many at a time: `tokens`, `seconds`, `steps`, `ms_per_step`."""
+        """Answer prompts, at most `users` at a time: `tokens`, `seconds`, `steps`, `ms_per_step`."""
         given = [list(prompt) for prompt in prompts]
         return self._ask({"prompts": given, "users": users, "max_tokens": max_tokens, "stop_ids": list(stop_ids)})
 
@@ -129,7 +129,7 @@ class VLLMProcess:
         return reply
 
     def _reason(self) -> str:
-        """The first error in its log: those behind it are of processes that miss the one that failed."""
+        """The first error in the log; later ones follow from it."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\bERROR\b.*Error: ", line)]
         return re.sub(r"^.*?\] ", "", errors[0] if errors else lines[-1] if lines else "it said nothing")[:300]

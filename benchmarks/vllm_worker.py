@@ -1,4 +1,4 @@
-"""vLLM in its own interpreter: answers batches of prompts that another process sends, and tells how long they took.
+"""Worker process with vLLM that answers batches of prompts and reports their times.
 
 Needs vllm and nothing of eyas. `vllm_process.py` starts it and speaks with it, in lines of JSON: first the options of
 the engine, then one line for every batch, each answered by one line. What vLLM itself prints goes to stderr.
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def answer(llm: Any, *, prompts: list[list[int]], users: int, max_tokens: int, stop_ids: list[int]) -> dict[str, Any]:
-    """Answer prompts greedily, so many at a time; without stop ids every answer has `max_tokens`."""
+    """Answer prompts greedily; without stop ids every answer has `max_tokens`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,4 +1,4 @@
-"""What a drafter costs where it cannot help, and gains where it can: every mode against the engine without a drafter.
+"""Measures the cost of a drafter where it cannot help and the gain where it can, relative to no drafter.
 
     python benchmarks/zero_tax.py spec_bench.jsonl --drafter smollm2-eagle3.1 --device cuda --dtype bfloat16
 
@@ -48,7 +48,6 @@ from pairs import turns
 from ratio_table import AUTO, BOTH, PLAIN, SUFFIX, VLLM_PLAIN, Json, Outcome, draw, rows_of, table
 from vllm_process import VLLMProcess, installed, vllm_options
 
-from eyas.cli.arguments import read_chat_format
 from eyas.drafter.checkpoint import read_checkpoint, write_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
@@ -57,20 +56,21 @@ from eyas.engine.request import Request, Speculation
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.loading import load_target
+from eyas.target.chat_template import read_chat_format
 from eyas.target.locate import locate
 from eyas.train.journal import versions
 
 Prompts = Sequence[tuple[int, ...]]
 COLD_STEPS = 200
 LONG_TEXT = 100_000
-"""Tokens of the text whose index is measured."""
+"""Length of the text for which the suffix index is measured."""
 LEAST_PAIRS = 8
-"""Fewer say little about a random drafter, which loses a few per cent at most."""
+"""Minimum number of tokens for a random drafter, which loses only a few per cent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a device answers in a few seconds a run."""
+    """Tokens that a device answers in a few seconds."""
 
     users: tuple[int, ...]
     least: int
@@ -86,11 +86,11 @@ DEFAULTS = {
 
 
 Mode = Callable[[Prompts, int], Outcome]
-"""Answers prompts, so many at a time."""
+"""Answers prompts, at most `users` at a time."""
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--target", default="smollm2")
@@ -151,16 +151,16 @@ def main() -> None:
 
 
 class ZeroTax:
-    """All modes, loaded once, and what was measured of them."""
+    """All modes, loaded once, with their measurements."""
 
     def __init__(self, arguments: argparse.Namespace, stack: ExitStack) -> None:
         self.arguments, self.began = arguments, time.perf_counter()
         self.notes: list[str] = []
         self.rows: list[Json] = []
         self.index: Json = {}
-        """Of suffix drafts: what that of a long text takes."""
+        """Measurements of the suffix index on a long text."""
         self.controllers: Json = {}
-        """What auto has learnt and chosen, after each number of users; with suffix drafts what look-ups did too."""
+        """State of the depth policy after each number of users, and counts of look-ups."""
         if arguments.pairs < LEAST_PAIRS:
             self._note(f"{arguments.pairs} pairs say little about a random drafter; give --pairs {LEAST_PAIRS} or more")
         self.vllm_version = installed(arguments.vllm_python)
@@ -278,7 +278,7 @@ class ZeroTax:
         return answer
 
     def run(self) -> None:
-        """Measure every number of users."""
+        """Measure all numbers of users."""
         arguments, ready = self.arguments, time.perf_counter()
         left = arguments.seconds and max(0.0, self.began + arguments.seconds - ready)
         for place, users in enumerate(arguments.users, start=1):
@@ -307,7 +307,7 @@ class ZeroTax:
         print(table(self._record()), flush=True)
 
     def _rounds(self, users: int, prompts: Prompts, until: float | None) -> Iterator[dict[str, Outcome]]:
-        """Every mode once, in turn, as often as there are pairs or there is time."""
+        """Run all modes in turn until there are enough pairs or the time is over."""
         for number in range(self.arguments.pairs):
             if number and until and time.perf_counter() > until:
                 self._note(f"{users} users: {number} of {self.arguments.pairs} pairs, --seconds are over")
@@ -319,7 +319,7 @@ class ZeroTax:
             yield outcomes
 
     def _cold_pairs(self, users: int, prompts: Prompts, until: float | None) -> Iterator[tuple[Outcome, Outcome]]:
-        """The first steps of a controller that has just begun, and as many of plain decoding."""
+        """The first steps of a fresh controller, and as many of plain decoding."""
         for number in range(self.arguments.cold):
             if until and time.perf_counter() > until:
                 return
@@ -373,7 +373,7 @@ def closed_loop(
     steps: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outcome:
-    """Answer requests, so many at a time, or as far as that many steps get."""
+    """Answer requests, at most `users` at a time, or only for `steps` steps."""
     engine.block_manager.forget()  # a cache of prefixes would make later rounds easier
     stats = engine.stats
     before = (stats.accepted, stats.drafts)

@@ -47,7 +47,7 @@ class Family:
     special: tuple[str, ...]
     stops: tuple[str, ...]
     likely: tuple[str, ...]
-    """What the model says more often than by chance."""
+    """Tokens that the model generates more often than by chance."""
 
 
 FAMILIES = {
@@ -73,7 +73,7 @@ FAMILIES = {
 
 
 def save_target(family: Family, folder: Path) -> Path:
-    """A random model that draws its tokens evenly, but for a few."""
+    """Save a random model whose next tokens are about equally likely, except for a few."""
     tokenizer = letter_tokenizer(family.template, family.special, LETTERS)
     torch.manual_seed(0)
     model = LlamaForCausalLM(target_config(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2))

@@ -1,4 +1,4 @@
-"""A tokenizer of a few hundred tokens with the chat template a test wants."""
+"""Small tokenizers with any chat template."""
 
 import string
 from collections.abc import Sequence
@@ -17,18 +17,24 @@ CHATML = (
 )
 
 
-def chat_tokenizer(template: str, bos: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+def chat_tokenizer(
+    template: str | None,
+    bos: str | None = None,
+    *,
+    special: Sequence[str] = SPECIAL,
+    merges: Sequence[tuple[str, str]] = (),
+) -> PreTrainedTokenizerFast:
+    """One token per byte, and those of `merges`."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>", bos_token=bos)
 
 
 def with_bos(tokenizer: PreTrainedTokenizerFast, *, suffix: str = "") -> PreTrainedTokenizerFast:
-    """Let it put a BOS before plain text, and perhaps something behind it."""
+    """Add a BOS before plain text, and optionally a suffix."""
     named = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"<s> $A {suffix}".strip(), special_tokens=named
@@ -48,7 +54,7 @@ def letter_tokenizer(
 
 
 def masked_runs(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
-    """What is trained on, as text, run by run."""
+    """The masked text, run by run."""
     runs: list[list[int]] = []
     for i, (token, on) in enumerate(zip(encoded.ids, encoded.mask, strict=True)):
         if on and (i == 0 or not encoded.mask[i - 1]):

@@ -1,4 +1,4 @@
-"""Fixtures shared by every room; heavy imports stay inside so that light tests start at once."""
+"""Fixtures shared by all tests; heavy imports are local, so that light tests start at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell starts what runs in the background deaf to Ctrl-C, and commands that tests interrupt would inherit it."""
+    """Restore SIGINT, which shells ignore in background processes, for commands that tests interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--prompts"):
@@ -51,7 +51,7 @@ def default_target() -> Target:
 
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
-    """A target that learnt a small language; it is asked in ids and answers in letters."""
+    """A target trained on a small language; its tokenizer maps ids to letters."""
     from eyas.target.facts import facts_of
     from eyas.target.model import Target
     from tiny import Letters, trained_target
@@ -62,7 +62,7 @@ def tiny_target() -> Target:
 
 @pytest.fixture(scope="session")
 def tiny_drafter(tiny_target: Target) -> Drafter:
-    """An EAGLE-3.1 drafter that learnt the tiny target."""
+    """An EAGLE-3.1 drafter trained for the tiny target."""
     from tiny import drafter_config, trained_drafter
 
     return trained_drafter(tiny_target.model, drafter_config(fc_norm=True, norm_output=True), steps=120)
@@ -70,7 +70,7 @@ def tiny_drafter(tiny_target: Target) -> Drafter:
 
 @pytest.fixture(scope="session")
 def tiny_eagle1(tiny_target: Target) -> Drafter:
-    """An EAGLE-1 drafter that learnt it."""
+    """An EAGLE-1 drafter trained for the tiny target."""
     from tiny import eagle1_config, trained_drafter
 
     return trained_drafter(tiny_target.model, eagle1_config(fc_bias=True), steps=120)

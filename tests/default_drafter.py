@@ -26,7 +26,7 @@ Lesson = tuple[Tensor, Tensor, Tensor]
 
 
 def training_prompts() -> list[str]:
-    """Prompts of our own, none of which is in an evaluation set."""
+    """Prompts that are in no evaluation set."""
     return [
         "What is the capital of Italy?",
         "Explain in two sentences how a bicycle stays upright.",
@@ -56,7 +56,7 @@ def training_prompts() -> list[str]:
 
 
 def default_drafter_config(**changes: object) -> DrafterConfig:
-    """A drafter that fits the default target; EAGLE-3 unless the flags of EAGLE-3.1 are among the changes."""
+    """Config of a drafter for the default target: EAGLE-3 unless `changes` set the flags of EAGLE-3.1."""
     base = DrafterConfig(
         vocab_size=49152,
         draft_vocab_size=4096,

@@ -1,4 +1,4 @@
-"""One test for many cases of a law, where `pytest.mark.parametrize` would make a test of each.
+"""Runs many cases of a law in one test, where `pytest.mark.parametrize` would make a test of each.
 
 Fixtures stay the same from case to case, but each case has its own `tmp_path`, `monkeypatch` and `caplog`. A failure
 names its case.

@@ -1,4 +1,4 @@
-"""Servers that answer as they are told: well, slowly, wrongly, or until they die."""
+"""Fake OpenAI servers with scripted behaviour: correct, slow, wrong, or dying."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ vllm:generation_tokens_total{{engine="0",model_name="m"}} {tokens}.0
 
 @dataclass
 class Behaviour:
-    """How a server answers."""
+    """Behaviour of a server."""
 
     kind: str = "other"
     model: str = "m"
     pieces: int = 4
     """Events of text in an answer, each of two tokens."""
     pause: float = 0.0
-    """Before each of them."""
+    """Seconds before each of them."""
     together: int = 0
-    """So many first requests are answered once all of them are there."""
+    """The first requests are answered once this many have arrived."""
     usage: bool = True
     dies_after: int | None = None
-    """Answers, before connections are cut and refused."""
+    """Number of answers before the server dies."""
     refuse: Callable[[dict[str, Any]], str | None] = lambda body: None
-    """A reason to answer 400."""
+    """Returns a message to answer 400 with, or None."""
     raw: bytes | None = None
-    """Send this instead of an answer."""
+    """Body in place of an answer."""
     drafts: bool = False
     others: int = 0
-    """Tokens that somebody else asks for with every answer."""
+    """Tokens of other clients, counted with every answer."""
     text: Callable[[dict[str, Any]], str] = lambda body: json.dumps(body.get("messages") or body.get("prompt"))
 
 

@@ -1,4 +1,4 @@
-"""What of vLLM 0.32 the server talks to, around eyas' own engine and a tiny target: same routes, same events."""
+"""A fake of vLLM 0.32's routes and events, around eyas' own engine and a tiny target."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 0.0
 
 
 class FakeVLLM:
-    """A server in a thread, and the process that the supervisor believes to watch."""
+    """A server in a thread, which also plays the supervised process."""
 
     def __init__(self, engine: Engine, depth: int | None) -> None:
         self.key, self.log, self.exit_code = "secret", "no log", None
         self.bodies: list[dict[str, Any]] = []
         self.left = 0
-        """Requests whose client has gone before the end."""
+        """Number of requests whose client disconnected."""
         self.pause = 0.0
-        """Before each event."""
+        """Seconds before each event."""
         self.reply: tuple[int, dict[str, Any]] | None = None
-        """Instead of an answer."""
+        """Status and body in place of an answer."""
         self.cut_after: int | None = None
-        """Events, before the connection is cut."""
+        """Number of events before the connection is cut."""
         self._engine, self._depth = AsyncEngine(engine), depth
         self._stats = engine.stats_of
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
@@ -175,7 +175,7 @@ def _choice(deltas: list[OutputDelta], asked: int | None) -> dict[str, Any]:
 
 
 def _entry(entry: TokenLogprobs, asked: int) -> dict[str, Any]:
-    """The chosen token first, then the most likely ones, cut to the number asked for: vLLM's way."""
+    """The chosen token first, then the most likely ones, cut to the number asked for, as vLLM does."""
     first = {"token_id": entry.token, "logprob": entry.logprob, "rank": entry.rank}
     others = [{"token_id": token, "logprob": value} for token, value in entry.top if token != entry.token]
     return first | {"top_logprobs": [first, *others][: max(asked, 1)]}

@@ -1,4 +1,4 @@
-"""What config.json says of targets that people serve."""
+"""config.json of well-known targets."""
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A small fault."""
+    """A planted fault."""
 
     law: str
     file: str
@@ -32,8 +32,9 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "top-k keeps k tokens, not k + 1",
-        "sampling.py", "logits_V.topk(sampling.top_k, dim", "logits_V.topk(sampling.top_k + 1, dim",
-        "test_sampling.py",
+        "engine/runner/slot_sampling.py",
+        "kth_R11 = top_k_R11.clamp(1, head) - 1", "kth_R11 = (top_k_R11 + 1).clamp(1, head) - 1",
+        "engine/test_slot_sampling.py",
     ),
     Mutation(
         "the rank of the most likely token is 1",
@@ -55,7 +56,7 @@ MUTATIONS = (
         "penalties count a draft once",
         "engine/runner/slot_sampling.py",
         "before_RQK.to(counts_RQV.dtype))", "2 * before_RQK.to(counts_RQV.dtype))",
-        "engine/test_slot_sampling.py engine/test_penalties.py",
+        "engine/test_slot_sampling.py engine/test_token_options.py",
     ),
     Mutation(
         "a draft is accepted if it is the target's own token",
@@ -171,7 +172,7 @@ MUTATIONS = (
 
 
 def pytest_in(tree: Path, *arguments: str) -> str:
-    """First failing test of a run in a copy of the tree, empty if all pass."""
+    """The first failing test in a copy of the tree; empty if all pass."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "--durations=1", *arguments]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
@@ -182,7 +183,7 @@ def pytest_in(tree: Path, *arguments: str) -> str:
 
 
 def caught_by(mutation: Mutation, tree: Path) -> str:
-    """First test that notices a mutation; empty if none does."""
+    """The first test that catches a mutation; empty if none does."""
     path = tree / "src" / "eyas" / mutation.file
     text = path.read_text(encoding="utf-8")
     found = text.count(mutation.old)
@@ -199,7 +200,7 @@ def caught_by(mutation: Mutation, tree: Path) -> str:
 
 
 def main(wanted: list[str]) -> int:
-    """Plant each mutation whose law or file has one of these words, all without any."""
+    """Plant all mutations whose law or file contains one of these words; all without words."""
     chosen = [one for one in MUTATIONS if not wanted or any(word in f"{one.law} {one.file}" for word in wanted)]
     missed = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,7 @@ def random_mxfp4(
 
 
 def write_mxfp4(folder: Path, dtype: str = "bfloat16", **changes: Any) -> dict[str, Tensor]:
-    """A checkpoint, and its tensors; `changes` are of its configuration."""
+    """Write a checkpoint and return its tensors; `changes` modify its config."""
     torch.manual_seed(0)
     config = GptOssConfig(**{**CONFIG, **changes})
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ def write_mxfp4(folder: Path, dtype: str = "bfloat16", **changes: Any) -> dict[s
 
 
 def save_mxfp4(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write both, and a tokenizer."""
+    """Write tensors, config and a tokenizer."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     said = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_CONVERTED}
     config = {"quantization_config": said, **config, "architectures": ["GptOssForCausalLM"]}

@@ -1,4 +1,4 @@
-"""EAGLE-1 drafters as their authors publish them: a Llama of one layer by config.json, and a pytorch_model.bin."""
+"""EAGLE-1 drafters as published: a config.json of a one-layer Llama, and a pytorch_model.bin."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from eyas.drafter.model import Drafter
 
 
 def published_config(drafter: Drafter, **changes: Any) -> dict[str, Any]:
-    """config.json, with the keys that theirs have. Theirs do not say head_dim where it follows."""
+    """config.json with the keys of published drafters, which omit head_dim where it follows."""
     config = drafter.config
     shared = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "vocab_size")
     shared += ("num_hidden_layers", "num_key_value_heads", "rms_norm_eps")
@@ -36,7 +36,7 @@ def published_config(drafter: Drafter, **changes: Any) -> dict[str, Any]:
 
 
 def published_tensors(drafter: Drafter, embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Theirs always have a copy of the target's embeddings."""
+    """Published tensors include a copy of the target's embeddings."""
     return {**checkpoint_of(drafter).tensors, "embed_tokens.weight": embedding_VD.detach().clone()}
 
 

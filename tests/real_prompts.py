@@ -1,4 +1,4 @@
-"""Real prompts for the lossless tests, and what they say where two answers part."""
+"""Real prompts for the lossless tests, and the first difference of two answers."""
 
 import json
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from eyas.target.model import Target
 
 
 def read_prompts(path: str, target: Target) -> list[list[int]]:
-    """The tokens of every prompt of a file: JSONL with `turns`, of which the first is taken, or `prompt`."""
+    """Token ids of every prompt of a JSONL file with `turns` (the first is used) or `prompt`."""
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     texts = [str(line["turns"][0] if "turns" in line else line["prompt"]) for line in lines]
     return [target.encode_chat([{"role": "user", "content": text}]) for text in texts]
 
 
 def spread(prompts: Sequence[list[int]], count: int, tokens: int) -> list[list[int]]:
-    """So many prompts of at most so many tokens, spread evenly over those that are short enough."""
+    """`count` prompts of at most `tokens` tokens, spread evenly over the file."""
     short = [ids for ids in prompts if len(ids) <= tokens]
     assert len(short) >= count, f"there are {len(short)} prompts of at most {tokens} tokens, not {count}"
     print(f"\n{count} of {len(prompts)} prompts; {len(prompts) - len(short)} are longer than {tokens} tokens")
@@ -24,5 +24,5 @@ def spread(prompts: Sequence[list[int]], count: int, tokens: int) -> list[list[i
 
 
 def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two answers differ, one that has ended included; None if they are equal."""
+    """Index of the first difference between two answers, also where one has ended; None if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)

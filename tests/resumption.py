@@ -1,4 +1,4 @@
-"""Runs of `make lossless` that go on where they stopped: what passed with the same code and prompts is not run again.
+"""Resumes `make lossless`: tests that passed with this commit and these prompts are skipped.
 
 Each way that passed leaves an empty file, whose folder is named after the commit and the options. A tree with changes
 that are not committed has no name, so nothing is kept of it.
@@ -16,14 +16,14 @@ PASSED = "passed before with this commit and these prompts"
 
 
 class Resumption:
-    """Skips what passed before."""
+    """Skips tests that passed before."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     @classmethod
     def of(cls, prompts: Path, drafter: str) -> "Resumption":
-        """What is known of this commit with these options."""
+        """Results of this commit with these options."""
         commit = git("rev-parse", "HEAD")
         if not commit or git("status", "--porcelain"):
             return cls(None)

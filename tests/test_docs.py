@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 QWEN3 = ROOT / "docs" / "qwen3.md"
-"""A walk through with a target of its own."""
+"""A walk-through with its own target."""
 
 
 def blocks(language: str, pages: Sequence[Path] = tuple(page for page in PAGES if page != QWEN3)) -> list[str]:
@@ -52,7 +52,7 @@ def test_every_documented_goal_is_in_the_makefile() -> None:
             assert words[1] in goals
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_exist() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
@@ -67,14 +67,14 @@ def test_files_that_documents_name_exist() -> None:
 
 
 def console_commands() -> list[list[str]]:
-    """Those of eyas, also behind a launcher of several processes or an assignment."""
+    """Commands of eyas in console blocks, also behind a launcher or an assignment."""
     lines = "\n".join(blocks("console", PAGES)).replace("\\\n", " ").splitlines()
     typed = [line.removeprefix("$ ") for line in lines if re.match(r"\$ (\w+=\S+ )*(eyas|torchrun) ", line)]
     return [shlex.split(re.sub(r"^.*?\beyas ", "eyas ", line)) for line in typed]
 
 
 def test_options_of_commands_that_cannot_run_here_exist() -> None:
-    """Such a command may need a server or eight cards; what it says must be what the command takes."""
+    """These commands may need a server or eight GPUs, so only their options are checked."""
     from typer.main import get_command
 
     from eyas.cli.app import app
@@ -101,7 +101,7 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_drafter_for_qwen3_by_the_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the hub id's name is taken before the hub: there lies a tiny Qwen3."""
+    """A folder with the name of the hub id takes precedence over the hub; it holds a tiny Qwen3."""
     import tiny_qwen3
 
     tiny_qwen3.save(tmp_path / "Qwen" / "Qwen3-8B")

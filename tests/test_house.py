@@ -1,4 +1,4 @@
-"""Laws of the code itself: a class name stands for one thing, and what was written several times is written once."""
+"""Laws of the code: unique class names, and code that exists only once."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ def test_a_class_name_stands_for_one_thing_in_the_whole_package() -> None:
         (r"LLMatcher\(", "grammar/compile.py"),
     ],
 )
-def test_it_is_written_once(pattern: str, home: str) -> None:
+def test_some_code_exists_only_once(pattern: str, home: str) -> None:
     found = {str(file.relative_to(SOURCE)) for file in FILES if re.search(pattern, file.read_text())}
     assert found == {home}
 

@@ -1,4 +1,4 @@
-"""The question to the hub: answered quickly whether it is there, silent, far away or says no."""
+"""The check of the hub: a quick answer whether the hub has the model, is unreachable or refuses."""
 
 import socket
 import threading
@@ -45,7 +45,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
-    """A hub that answers so; what it was asked for."""
+    """Returns a function that sets the hub's answer and returns the requested paths."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     be_the_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}")
@@ -78,7 +78,7 @@ def test_a_model_that_is_there_is_asked_for_once(answering: Any) -> None:
         (404, "EntryNotFound", "no config.json"),
     ],
 )
-def test_a_hub_that_says_no_is_quoted(answering: Any, status: int, code: str, part: str) -> None:
+def test_refusals_of_the_hub_are_explained(answering: Any, status: int, code: str, part: str) -> None:
     answering(status, X_Error_Code=code, X_Error_Message="no")
     with pytest.raises(UserError, match=part):
         hub_options("org/name", revision="v1")
@@ -88,7 +88,7 @@ def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
 
 
-def test_without_a_network_the_local_cache_does(
+def test_without_a_network_the_local_cache_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as closed:
@@ -101,7 +101,7 @@ def test_without_a_network_the_local_cache_does(
     assert "using what the local cache has" in caplog.text
 
 
-def test_a_hub_in_trouble_is_no_missing_model(answering: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_error_is_no_missing_model(answering: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answering(503)
     with pytest.raises(UserError, match="the hub answers 503"):
         hub_options("org/name")
@@ -109,7 +109,7 @@ def test_a_hub_in_trouble_is_no_missing_model(answering: Any, monkeypatch: pytes
     assert hub_options("org/name") == {"local_files_only": True}
 
 
-def test_a_silent_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         be_the_hub(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -119,7 +119,7 @@ def test_a_silent_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
         assert time.monotonic() - begun < 2.0
 
 
-def test_offline_by_order_asks_nobody(answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_sends_no_request(answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = answering(200)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):

@@ -1,4 +1,4 @@
-"""The Python API on the default target: what five lines of a user's program get."""
+"""The Python API on the default target."""
 
 import asyncio
 import subprocess
@@ -53,7 +53,7 @@ def test_drafts_never_change_an_answer(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_who_drafts_may_be_chosen(llm: LLM) -> None:
+def test_the_draft_source_can_be_chosen(llm: LLM) -> None:
     line = "The owl sleeps by day and hunts by night. "
     prompt, params = 4 * line + line[:12], SamplingParams(max_tokens=20)
     (plain,) = llm.generate(prompt, SamplingParams(**{**vars(params), "depth": 0}))
@@ -70,7 +70,7 @@ def test_prompts_may_be_text_or_tokens(llm: LLM) -> None:
     assert by_text.tokens == by_ids.tokens
 
 
-def test_a_stream_says_what_the_answer_says_even_when_others_are_asked_meanwhile(llm: LLM) -> None:
+def test_a_stream_equals_the_answer_even_with_other_requests_in_between(llm: LLM) -> None:
     messages = [{"role": "user", "content": QUESTIONS[0]}]
     (whole,) = llm.chat([messages], SHORT)
     deltas, seen = llm.stream(messages, SHORT), []
@@ -81,7 +81,7 @@ def test_a_stream_says_what_the_answer_says_even_when_others_are_asked_meanwhile
     assert tuple(token for delta in seen for token in delta.tokens) == whole.tokens
 
 
-def test_a_stream_that_is_left_frees_what_it_held(llm: LLM) -> None:
+def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     deltas = llm.stream(QUESTIONS[0], SamplingParams(max_tokens=200))
     next(deltas)
     deltas.close()
@@ -99,7 +99,7 @@ def test_options_reach_the_answer(llm: LLM) -> None:
     assert "falcon" not in stopped.text
 
 
-def test_one_answer_with_params_for_each_prompt(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     outputs = llm.chat(QUESTIONS, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
     assert [len(output.tokens) for output in outputs] == [2, 5]
 
@@ -122,7 +122,7 @@ def test_one_answer_with_params_for_each_prompt(llm: LLM) -> None:
         (lambda llm: llm.swap_drafter("no/such-drafter-anywhere"), "no/such-drafter-anywhere"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_value_and_the_fix(llm: LLM, call: object, words: str) -> None:
+def test_wrong_input_is_refused_with_the_value_and_the_fix(llm: LLM, call: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
         call(llm)  # type: ignore[operator]
     assert llm.chat("hello", SamplingParams(max_tokens=1)), "and nothing is lost"

@@ -1,4 +1,4 @@
-"""`make lossless` runs again what failed, and nothing that passed."""
+"""`make lossless` repeats failed tests only."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from resumption import Resumption
 
 
 def _run(resumption: Resumption, name: str, *, passed: bool, marked: bool = True) -> bool:
-    """Whether a test runs; if it does, it passes or fails."""
+    """Run a test with this outcome, unless it is skipped; return whether it ran."""
     item: Any = SimpleNamespace(nodeid=name, get_closest_marker=lambda _: object() if marked else None)
     try:
         resumption.pytest_runtest_setup(item)
@@ -24,7 +24,7 @@ def _run(resumption: Resumption, name: str, *, passed: bool, marked: bool = True
     return True
 
 
-def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
+def test_passed_tests_are_not_run_again(tmp_path: Path) -> None:
     first = Resumption(tmp_path / "here")
     assert _run(first, "good", passed=True)
     assert _run(first, "bad", passed=False)
@@ -36,6 +36,6 @@ def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
     assert _run(Resumption(tmp_path / "elsewhere"), "good", passed=True)
 
 
-def test_of_changes_that_are_not_committed_nothing_is_kept() -> None:
+def test_nothing_is_kept_for_uncommitted_changes() -> None:
     for _ in range(2):
         assert _run(Resumption(None), "good", passed=True)

@@ -1,4 +1,4 @@
-"""Threads of a CPU: how many there are, and that those of torch sleep while they wait and are not woken by decoding."""
+"""CPU threads: their number, and that torch's threads sleep while waiting."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ for depth in (0, 3):
 
 
 def run(script: str, **environment: str) -> str:
-    """What a fresh process says on stderr."""
+    """Run a script in a new process; return its stderr."""
     decided = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
     rest = {name: value for name, value in os.environ.items() if name not in decided}
     done = subprocess.run(
@@ -51,23 +51,23 @@ def run(script: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_torchs_threads_sleep_while_they_wait_and_children_decide_for_themselves():
+def test_torchs_threads_wait_passively_and_children_inherit_no_policy():
     script = "import eyas, os, torch; torch.ones(9); assert 'OMP_WAIT_POLICY' not in os.environ"
     told = run(script, OMP_DISPLAY_ENV="TRUE")
     assert told.count("OMP_WAIT_POLICY") == 1
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in told
 
 
-def test_who_decided_how_threads_wait_is_heard():
+def test_a_wait_policy_of_the_environment_is_kept():
     told = run("import eyas, torch; torch.ones(9)", OMP_DISPLAY_ENV="TRUE", OMP_WAIT_POLICY="ACTIVE")
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in told
 
 
-def test_a_step_that_decodes_wakes_no_thread_of_torchs():
+def test_a_decoding_step_wakes_no_thread_of_torch():
     run(DECODE, OMP_NUM_THREADS="2")
 
 
-def test_a_containers_limit_is_read(tmp_path):
+def test_the_cpu_quota_is_read(tmp_path):
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
@@ -79,7 +79,7 @@ def test_a_containers_limit_is_read(tmp_path):
     assert cpu_quota((str(tmp_path / "cpu.max"), "")) is None
 
 
-def test_as_many_threads_as_asked_for_here_and_in_children():
+def test_thread_counts_apply_to_the_process_and_its_children():
     run("""
 import subprocess, sys
 from eyas.threads import limit_threads, use_threads
@@ -95,7 +95,7 @@ subprocess.run([sys.executable, "-c", child], check=True)
 """)
 
 
-def test_a_containers_limit_bounds_the_threads(monkeypatch):
+def test_the_cpu_quota_limits_the_threads(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(4)

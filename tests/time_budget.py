@@ -17,7 +17,7 @@ LEFT_OUT = "left out: the time budget is spent"
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command, empty where it fails: no repository, no such commit."""
+    """Output of a git command; empty if it fails."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -37,7 +37,7 @@ def changed_rooms() -> set[str]:
 
 
 class TimeBudget:
-    """Orders the tests, skips those that would begin after `until`, and says which."""
+    """Orders tests, and skips and reports those that would begin after `until`."""
 
     def __init__(self, until: float) -> None:
         self.until = until

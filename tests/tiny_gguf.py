@@ -178,7 +178,7 @@ def write_gguf(
 
 
 def as_stored(model: Any, kind: gguf.GGMLQuantizationType) -> Any:
-    """Replace the matrices of `model` by what bfloat16 keeps of them after a round through `kind`."""
+    """Replace the matrices of `model` by their bfloat16 values after quantisation as `kind`."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
@@ -188,7 +188,7 @@ def as_stored(model: Any, kind: gguf.GGMLQuantizationType) -> Any:
 
 
 def _add_gemma3(writer: gguf.GGUFWriter, config: Any) -> None:
-    """What llama.cpp's converter says of Gemma 3: not how layers with a window rotate, which is always the same."""
+    """Metadata of llama.cpp's converter for Gemma 3; it omits the rotary parameters of windowed layers."""
     whole = config.rope_parameters["full_attention"]
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
@@ -200,7 +200,7 @@ def _add_gemma3(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_phi3(writer: gguf.GGUFWriter, config: Any) -> None:
-    """What llama.cpp's converter says of Phi-3: not what kind of scaling it is, which the tensors tell."""
+    """Metadata of llama.cpp's converter for Phi-3; it omits the kind of rope scaling, which the tensors tell."""
     rope = config.rope_parameters
     writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", config.max_position_embeddings))
     writer.add_sliding_window(config.sliding_window or 0)
@@ -214,7 +214,7 @@ def _add_phi3(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _published(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gates of experts apart from what they gate, as files have them."""
+    """Split experts' fused gate and up projections, as in GGUF files."""
     for name, weight in state.items():
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Tokens of their own that are text all the same, as in the real tokenizer."""
+"""Added tokens that are not special, as in the real tokenizer."""
 
 TEMPLATE = """\
 {%- set ns = namespace(asked=-1) -%}
@@ -76,7 +76,7 @@ Call as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and the real one's markers."""
+    """One token per byte, and the markers of the real tokenizer."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -89,7 +89,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path) -> None:
-    """Write the model as the hub would have it: weights, tokenizer, generation config."""
+    """Write weights, tokenizer and generation config, as on the hub."""
     words = tokenizer()
     config = Qwen3Config(
         vocab_size=len(words),

@@ -1,4 +1,4 @@
-"""A prompt as a line of the file, and what all its sources share."""
+"""Lines of the prompt file, and helpers that all sources share."""
 
 import json
 import random
@@ -15,13 +15,13 @@ MAX_CHARS = 6000
 
 @dataclass(frozen=True)
 class Prompt:
-    """One output line, and the part of it that is not our own wording (checked against the excluded files)."""
+    """An output line, and its content without our own wording (checked against the excluded files)."""
 
     source: str
     turns: tuple[str, ...]
     content: tuple[str, ...]
     several: bool = False
-    """Written as `turns`, even where there is one."""
+    """Always written as `turns`."""
 
     def line(self) -> str:
         """Write it as JSON."""
@@ -66,7 +66,7 @@ def latin_share(text: str) -> float:
 
 
 def worded(source: str, wordings: Sequence[str], texts: Iterable[str], count: int, rng: random.Random) -> list[Prompt]:
-    """Put up to `count` texts into wordings."""
+    """Make prompts of up to `count` texts."""
     made: list[Prompt] = []
     for text in texts:
         if len(made) == count:

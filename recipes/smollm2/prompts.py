@@ -44,7 +44,7 @@ def words(text: str) -> list[str]:
 
 
 class Excluded:
-    """What must not be trained on: runs of words of the excluded prompts, and those shorter than a run as a whole."""
+    """Excluded prompts: runs of their words, and whole prompts shorter than a run."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._runs: set[tuple[str, ...]] = set()
@@ -93,7 +93,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> list[Prompt]:
 
 
 def filtered(made: Iterable[Prompt], excluded: Excluded) -> tuple[list[Prompt], dict[str, Counter[str]]]:
-    """Drop what is excluded, too long or there already; count by source."""
+    """Drop excluded, too long and duplicate prompts; count by source."""
     kept: list[Prompt] = []
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     seen: set[tuple[str, ...]] = set()
@@ -116,7 +116,7 @@ def filtered(made: Iterable[Prompt], excluded: Excluded) -> tuple[list[Prompt], 
 
 
 def print_table(kept: Sequence[Prompt], counts: Mapping[str, Counter[str]]) -> None:
-    """Print what became of each source's prompts, and their mean length."""
+    """Print counts and mean prompt length by source."""
     sizes: dict[str, int] = Counter()
     for prompt in kept:
         sizes[prompt.source] += sum(map(len, prompt.turns))

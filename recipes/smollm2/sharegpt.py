@@ -1,4 +1,4 @@
-"""Prompts as they are given in a file, and those of real users: ShareGPT."""
+"""Prompts from a given file, and from ShareGPT."""
 
 import html
 import json
@@ -84,6 +84,6 @@ def tidy_turn(text: str) -> str:
 
 
 def is_markup(text: str) -> bool:
-    """Whether a turn is a page's source or encoded data rather than something said (a few tags are fine)."""
+    """Whether a turn is page source or encoded data (a few tags are fine)."""
     tags = sum(len(tag) for tag in re.findall(r"</?[a-zA-Z][^<>]{0,300}>", text))
     return tags > 0.25 * len(text) or bool(re.search(r"<(?:div|span|p|svg) class=|data:image/|[\w+/=]{70}", text))

@@ -50,7 +50,7 @@ class Article:
     """An encyclopaedia article as plain prose."""
 
     name: str
-    """As it is written in the middle of a sentence."""
+    """The title as written within a sentence."""
     kind: str
     verb: str
     paragraphs: tuple[str, ...]
@@ -90,7 +90,7 @@ def read_article(title: str, source: str) -> Article | None:
 
 
 def kind_of(predicate: str) -> str | None:
-    """Say what an article is about from what stands behind "is"."""
+    """The subject of an article from the words after "is"."""
     head = re.split(r"\b(?:that|which|who|where|located|of|in|by|from|for|with)\b|[,;.]", predicate, maxsplit=1)[0]
     tails = ("of" + predicate.partition(" of")[2][:12], "")
     for kind, nouns in KINDS.items():
@@ -100,7 +100,7 @@ def kind_of(predicate: str) -> str | None:
 
 
 def kind_by_category(source: str) -> str | None:
-    """Say what an article is about from the categories it is in, which are plurals ("Rivers of France")."""
+    """The subject of an article from its categories, which are plurals ("Rivers of France")."""
     for category in re.findall(r"(?i)\[\[category:\s*([^|\]]*)", source):
         head = re.split(r" (?:of|in|by|from|for|with)\b", category, maxsplit=1)[0]
         singular = re.sub(r"s$", "", re.sub(r"ies$", "y", head)).lower()
@@ -127,7 +127,7 @@ def prose(source: str) -> Iterator[str]:
 
 
 def plain_text(source: str) -> str:
-    """Take the markup away; what cannot be said in plain text leaves a `HOLE`."""
+    """Remove the markup; parts without plain text leave a `HOLE`."""
     text = re.split(LAST_SECTIONS, source, maxsplit=1)[0]
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"(?is)<ref\b[^>]*/>|<ref\b.*?</ref>", "", text)
@@ -145,7 +145,7 @@ def plain_text(source: str) -> str:
 
 
 def until_stable(step: Callable[[str], str], text: str) -> str:
-    """Repeat a step that works on the innermost of nested things."""
+    """Repeat a substitution that works on innermost nested elements."""
     for _ in range(12):
         after = step(text)
         if after == text:

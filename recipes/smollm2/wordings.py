@@ -1,4 +1,4 @@
-"""How tasks are put: several wordings of each, since users have theirs."""
+"""Wordings of tasks, several for each."""
 
 from collections.abc import Mapping, Sequence
 

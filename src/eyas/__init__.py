@@ -46,7 +46,7 @@ wait_asleep()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
+    """Import a public name at its first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'eyas' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
     from importlib import import_module

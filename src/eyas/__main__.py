@@ -1,4 +1,4 @@
-"""`python -m eyas`: the command line where there is no console script, such as under torchrun."""
+"""`python -m eyas`: the command line without the console script, as under torchrun."""
 
 from eyas.cli.entry import main
 

@@ -1,7 +1,7 @@
-"""Folders and files that appear whole or not at all.
+"""Atomic writing of folders and files.
 
-A folder is built under a hidden name beside its destination and renamed into place at the end, so a reader
-never sees half of one, whatever interrupts the writer: an exception, a full disk, a kill, a power cut.
+They are written under a hidden name beside the destination, flushed to disk and renamed at the end, so readers never
+see half of one, whatever interrupts the writer.
 """
 
 import os
@@ -16,9 +16,9 @@ from eyas.errors import UserError
 
 @contextmanager
 def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that becomes `destination` when the block ends well and vanishes when it does not.
+    """Yield an empty folder that becomes `destination` if the block succeeds, and is removed if it fails.
 
-    Refuses to touch an existing destination unless `replace`; then the old one is removed last.
+    An existing destination is an error unless `replace`; then the old one is removed last.
     """
     staging: Path | None = None
     new_parents: list[Path] = []
@@ -44,13 +44,13 @@ def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
         for parent in new_parents:
-            with suppress(OSError):  # not empty: all went well, or another writer came
+            with suppress(OSError):  # not empty: success, or another writer
                 parent.rmdir()
 
 
 @contextmanager
 def new_file(destination: Path) -> Iterator[Path]:
-    """Yield a path to write to; what is there becomes `destination` when the block ends well, else nothing changes."""
+    """Yield a path to write to; the file becomes `destination` if the block succeeds, else nothing changes."""
     staging = destination.with_name(f".{destination.name}.partial")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -81,14 +81,14 @@ def _move_into_place(staging: Path, destination: Path) -> None:
             old.rename(destination)
             raise
     except BaseException:
-        with suppress(OSError):  # not empty: moving back failed too, and the old folder is in there
+        with suppress(OSError):  # not empty: the old folder could not be moved back
             retired.rmdir()
         raise
     shutil.rmtree(retired, ignore_errors=True)
 
 
 def _flush(place: Path) -> None:
-    """Force a file or folder to disk before the rename makes it visible; a rename alone does not."""
+    """Sync a file, or a folder with its files, to disk; a rename alone does not."""
     for path in [*place.rglob("*"), place]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""SHA-256 of files: the identity of weights and data that came from outside."""
+"""SHA-256 of files."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,6 +17,6 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_all(paths: Sequence[Path]) -> str:
-    """Return one SHA-256 for several files in order; for a single one it is that file's own."""
+    """Return one SHA-256 for several files in order; for a single file, its own."""
     digests = [sha256_of(path) for path in paths]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Models whose matrices take no memory until they are given.
+"""Builds models whose matrices take no memory until weights are loaded.
 
-Not by torch's `meta` device for all that is made: what modules compute themselves there goes through a second torch in
-Python, which loads a compiler, 70 MiB of it.
+Building whole models on torch's `meta` device would also move the computations of their constructors there, which load
+70 MiB of torch's compiler.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 DRAWS = ("normal_", "uniform_", "zero_", "fill_")
-"""What models are begun with, beside all of torch.nn.init."""
+"""Initialisers of tensors, besides those of torch.nn.init."""
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Leaves out what would fill a matrix that is not there."""
+    """Skips initialisers of matrices on the meta device."""
 
     def __torch_function__(
         self,
@@ -35,7 +35,7 @@ class _NothingDrawn(TorchFunctionMode):
 
 @contextmanager
 def matrices_without_memory() -> Iterator[None]:
-    """Matrices of modules that are made meanwhile take none; norms, and what modules compute themselves, are real."""
+    """Put matrices of new modules on the meta device; vectors and buffers are real."""
 
     def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.ndim < 2:

@@ -1,12 +1,12 @@
-"""The one exception meant for people.
+"""The exception for errors of the user.
 
-Invariant: the message is a single line that names the offending value, the limit it breaks and the fix.
-The command line prints it as it is and exits with code 2; anything else that escapes is a bug in eyas.
+Its message is one line that names the wrong value, the limit and the fix. The command line prints it and exits with
+code 2; any other exception is a bug in eyas.
 """
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used; the message says what, why and what to do about it."""
+    """An input cannot be used; the message says what is wrong and how to fix it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

@@ -1,14 +1,14 @@
-"""Memory that was freed, given back to the system.
+"""Returns freed memory to the system.
 
-The C library keeps what is freed between things that stay, for later. What loading a model leaves so is as much as a
-small model takes, and is never asked for again.
+The C library keeps freed memory for later; after loading a model this is as much as a small model takes, and is never
+used again.
 """
 
 import ctypes
 
 
 def give_back() -> None:
-    """Give it back now. glibc can; other C libraries do so by themselves or not at all."""
+    """Trim the heap, where the C library is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

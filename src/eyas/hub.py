@@ -1,7 +1,7 @@
-"""One quick question to the hub before anything is loaded: is there such a model, and can the hub be reached at all.
+"""Quick check of the Hugging Face hub before a model is loaded.
 
-Its client asks again for half a minute when it is not answered, and says so on the terminal. Here one answer, or a few
-seconds without one, decide whether it is asked for files, whether the local cache must do, or what the user is told.
+The hub's client retries for half a minute when it gets no answer. Here one request with a short timeout decides whether
+to load from the hub, to load from the local cache, or to raise an error that says why.
 """
 
 import logging
@@ -12,15 +12,14 @@ from eyas.errors import UserError
 
 logger = logging.getLogger(__name__)
 SECONDS = 2.0
-"""For the whole question, the name's resolution included."""
-
+"""Timeout of the check, name resolution included."""
 
 _seen: set[tuple[str, str | None]] = set()
-"""What the hub had when it was asked: once a process is enough."""
+"""Models that the hub has: each is checked once per process."""
 
 
 def hub_options(source: str, *, revision: str | None = None) -> dict[str, Any]:
-    """What the hub's client and transformers are to be told when they load this hub id."""
+    """Keyword arguments for the hub's client and transformers to load this hub id."""
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
     if (source, revision) not in _seen:
         if not _online(source, revision):
@@ -30,7 +29,7 @@ def hub_options(source: str, *, revision: str | None = None) -> dict[str, Any]:
 
 
 def _online(source: str, revision: str | None) -> bool:
-    """Whether the hub has it; False if the hub cannot be asked but the local cache has it; refused if neither does."""
+    """True if the hub has the model, False if only the local cache can be used; raises if neither works."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -43,7 +42,7 @@ def _online(source: str, revision: str | None) -> bool:
         if status < 500 and status != 429:
             raise UserError(_refusal(source, revision, status, type(error).__name__)) from error
         reason = f"the hub answers {status}"
-    except Exception as error:  # the network's, the system's and the client's own, of a dozen kinds
+    except Exception as error:  # a dozen kinds, of the network, the system and the client
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     else:
         return True
@@ -71,7 +70,7 @@ def _refusal(source: str, revision: str | None, status: int, kind: str) -> str:
 
 
 def _ask(source: str, revision: str | None) -> None:
-    """Ask once, in a thread: resolving a name cannot be given a deadline, waiting for it can."""
+    """Send one request, in a thread, because name resolution has no timeout of its own."""
     failed: list[Exception] = []
 
     def ask() -> None:
@@ -81,7 +80,7 @@ def _ask(source: str, revision: str | None) -> None:
         try:
             url = hf_hub_url(source, "config.json", revision=revision)
             reply = get_session().head(url, headers=build_hf_headers(), timeout=SECONDS, follow_redirects=False)
-            if reply.status_code >= 400:  # a redirect to where the file lies is as good as the file
+            if reply.status_code >= 400:  # a redirect means that the file exists
                 hf_raise_for_status(reply)
         except Exception as error:
             failed.append(error)

@@ -1,4 +1,4 @@
-"""The Python API: a target with its drafter, from prompts to answers.
+"""Python API for offline inference: a target with its drafter.
 
     from eyas import LLM, SamplingParams
 
@@ -6,18 +6,17 @@
     for output in llm.chat(["What is a falcon?"], SamplingParams(max_tokens=32)):
         print(output.text, output.finish_reason, output.acceptance_length)
 
-`LLM` answers while you wait, `AsyncLLM` serves many tasks of an event loop at the same time. Both run the engine that
-`eyas serve` runs, with weights packed and CUDA graphs captured, and both choose the drafter that comes with eyas for a
-target unless told otherwise.
+`LLM` is synchronous, `AsyncLLM` serves many tasks of an event loop. Both run the engine of `eyas serve`, with packed
+weights and CUDA graphs, and by default use the drafter that eyas ships for the target.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from eyas.drafter.shipped import choose_drafter
@@ -32,32 +31,24 @@ from eyas.errors import UserError
 from eyas.grammar.llguidance import LlGuidance
 from eyas.loading import load_another, load_pair, require_fit
 from eyas.sampling import Sampling
-from eyas.sampling_params import SamplingParams
-from eyas.target.bad_words import bad_word_tokens
+from eyas.sampling_params import FORMS, SamplingParams
 from eyas.target.chat_template import ChatFormat
 from eyas.target.facts import read_facts
 from eyas.target.model import Target
+from eyas.target.text import bad_word_tokens
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 Message = Mapping[str, Any]
 Conversation = str | Sequence[Message]
-"""Messages in OpenAI's form; a text alone is what the user says."""
+"""Messages in OpenAI's format; a text alone is a user message."""
 Params = SamplingParams | Sequence[SamplingParams] | None
 """For all prompts, or one for each."""
 Each = TypeVar("Each")
 
 
-class LLM:
-    """A target that answers, with or without a drafter. One thread at a time may use it.
-
-    `drafter` is a name, a folder or a hub id; None takes the one that comes with eyas for the target, if there is one,
-    and "none" decodes plainly. `depth` is how many tokens to draft where a request does not say. `chat_template` is the
-    text of another template than the target's, `chat_template_kwargs` are variables for it, and with `raw` a chat is
-    plain text and its continuation, for base models. `quantization` is what matrices of a target on a CPU are quantised
-    as: "int8", "int4", "gguf" (as the file has them) or "none"; with "auto", a GGUF file's stay as they are. All fields
-    of `EngineConfig` are keywords too: `LLM("my-model", max_num_seqs=256, max_model_len=4096)`.
-    """
+class _Loaded(ABC):
+    """Loads target and drafter into an engine."""
 
     def __init__(
         self,
@@ -74,15 +65,51 @@ class LLM:
         raw: bool = False,
         **settings: Any,
     ) -> None:
+        known = [field.name for field in fields(EngineConfig)]
+        for given in settings:
+            if given not in known:
+                near = get_close_matches(given, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise UserError(f"there is no setting {given!r} of the engine; {hint}")
+        config = EngineConfig(**settings)
+        if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= MOST_IN_CHAIN):
+            raise UserError(f"depth is {depth!r}; give 0 to {MOST_IN_CHAIN}, or 'auto' for as deep as pays")
+        if depth != "auto" and "max_depth" not in settings:
+            config = replace(config, max_depth=max(config.max_depth, depth))
+        name = choose_drafter(drafter, target)
+        if name is not None:
+            require_fit(name, read_facts(target, cache=cache))
         chat_format = ChatFormat(template=chat_template, raw=raw, variables=chat_template_kwargs or {})
-        self._engine = _load_engine(target, drafter, depth, dtype, device, quantization, cache, chat_format, settings)
-        self._cache = cache
-        self._requests = _RequestMaker(self._engine, depth)
+        loaded, model = load_pair(
+            target, name, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+        )
+        engine = Engine(loaded, model, config=config)
+        if loaded.device.type == "cpu" and not config.capture_ahead:
+            engine.capture_graphs()  # a second at most, so that the first answers draft at the best depth
+        self._cache, self._requests = cache, _RequestMaker(engine, depth)
+        self._start(engine)
+
+    @abstractmethod
+    def _start(self, engine: Engine) -> None: ...
+
+
+class LLM(_Loaded):
+    """A target with or without a drafter. Not thread-safe.
+
+    `drafter` is a name, a folder or a hub id; None uses the one that eyas ships for the target, if any, and "none"
+    decodes without one. `depth` is the default number of draft tokens. `chat_template` replaces the target's template,
+    `chat_template_kwargs` are variables for it, and with `raw` a chat is plain text to be continued, for base models.
+    `quantization` on a CPU is "int8", "int4", "gguf" (as in the file) or "none"; "auto" keeps a GGUF file as it is. All
+    fields of `EngineConfig` are keywords too: `LLM("my-model", max_num_seqs=256, max_model_len=4096)`.
+    """
+
+    def _start(self, engine: Engine) -> None:
+        self._engine = engine
         self._deltas: dict[int, deque[OutputDelta]] = {}
-        """What open requests got and nobody has taken: a stream may be left for a while to ask something else."""
+        """Output of open requests that was not read yet: a caller may pause a stream and ask something else."""
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
-        """Continue each prompt, all together; answers come in the order of the prompts."""
+        """Continue all prompts as one batch; answers are in the order of the prompts."""
         return self._answer([self._requests.of_prompt(*each) for each in _paired(_several(prompts), params)])
 
     def chat(
@@ -99,7 +126,7 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
     ) -> Generator[OutputDelta, None, None]:
-        """Answer one prompt, or one conversation given as messages, piece by piece. Leaving it ends the answer."""
+        """Stream the answer to one prompt, or to one conversation given as messages; closing the stream cancels it."""
         key = self._submit(self._requests.of_either(prompt, params))
         try:
             while True:
@@ -117,18 +144,18 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine below, for what this class does not offer."""
+        """The underlying engine."""
         return self._engine
 
     @property
     def stats(self) -> SpecDecodeStats:
-        """How speculation went for all requests together."""
+        """Speculative decoding statistics of all requests."""
         return self._engine.stats
 
     def swap_drafter(self, drafter: str | None) -> None:
-        """Go on with another drafter, or none. If it does not fit, nothing has changed.
+        """Use another drafter, or none; nothing changes if it does not fit.
 
-        One of the same shape as the drafter before has its weights copied into place.
+        Weights of a drafter of the same shape are copied into the present one.
         """
         self._engine.swap_drafter(
             None if drafter is None else load_another(self._engine.target, drafter, cache=self._cache), in_place=True
@@ -158,7 +185,7 @@ class LLM:
         return key
 
     def _next(self, key: int) -> OutputDelta:
-        """The next thing that a request got; the engine steps, for all of them, until there is one."""
+        """The next output of a request; steps the engine until there is one."""
         waiting = self._deltas[key]
         while not waiting:
             for delta in self._engine.step():
@@ -171,34 +198,16 @@ class LLM:
         self._engine.cancel(key)
 
 
-class AsyncLLM:
-    """The same for an event loop: requests of all tasks share the engine's batches. A context manager, or `close` it.
+class AsyncLLM(_Loaded):
+    """`LLM` for asyncio: requests of all tasks are batched together. A context manager; else call `close`.
 
-    Steps run on a thread of their own. A task that is cancelled, or a stream that is left, ends its answer.
+    The engine runs on a thread of its own. Cancelling a task or closing a stream cancels its request.
     """
 
-    def __init__(
-        self,
-        target: str = "smollm2",
-        *,
-        drafter: str | None = None,
-        depth: int | Literal["auto"] = "auto",
-        dtype: str = "auto",
-        device: str = "auto",
-        quantization: str = "auto",
-        cache: Path | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        raw: bool = False,
-        **settings: Any,
-    ) -> None:
-        chat_format = ChatFormat(template=chat_template, raw=raw, variables=chat_template_kwargs or {})
-        engine = _load_engine(target, drafter, depth, dtype, device, quantization, cache, chat_format, settings)
-        self._requests = _RequestMaker(engine, depth)
+    def _start(self, engine: Engine) -> None:
         self._engine = AsyncEngine(engine)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """Continue a prompt."""
         return await self._answer(self._requests.of_prompt(prompt, params))
 
     async def chat(
@@ -208,14 +217,13 @@ class AsyncLLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation through the target's chat template."""
         (messages,) = _conversations(conversation)
         return await self._answer(self._requests.of_chat(messages, params, tools))
 
     async def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Answer one prompt, or one conversation given as messages, piece by piece."""
+        """Stream the answer to one prompt, or to one conversation given as messages."""
         async with aclosing(self._engine.stream(self._requests.of_either(prompt, params))) as deltas:
             async for delta in deltas:
                 yield delta
@@ -227,20 +235,18 @@ class AsyncLLM:
             return RequestOutput.of([delta async for delta in deltas], stats[0])
 
     def close(self) -> None:
-        """Stop after the step under way; answers under way end with an error."""
+        """Stop after the current step; open requests end with an error."""
         self._engine.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 
 class _RequestMaker:
-    """From prompts and `SamplingParams` to the engine's requests."""
+    """Makes engine requests of prompts and `SamplingParams`."""
 
     def __init__(self, engine: Engine, depth: int | Literal["auto"]) -> None:
         self._target, self._max_model_len, self._depth = engine.target, engine.max_model_len, depth
@@ -248,7 +254,7 @@ class _RequestMaker:
         self._guidance: LlGuidance | None = None
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """A text as it is, with what its tokenizer puts before texts, or token ids."""
+        """Token ids, or a text that is tokenised with the tokenizer's usual special tokens."""
         return self._request(self._target.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
 
     def of_chat(
@@ -257,11 +263,9 @@ class _RequestMaker:
         params: SamplingParams | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Request:
-        """A conversation."""
         return self._request(self._target.encode_chat(messages, tools), params)
 
     def of_either(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None) -> Request:
-        """A prompt or a conversation, whichever it is."""
         messages = [part for part in prompt if isinstance(part, Mapping)]
         if messages:
             return self.of_chat(messages, params)
@@ -310,55 +314,14 @@ class _RequestMaker:
         )
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        forms = (params.json_schema, params.regex, params.choice, params.grammar)
-        if all(form is None for form in forms):
+        form = next((name for name in FORMS if getattr(params, name) is not None), None)
+        if form is None:
             return None
         if self._guidance is None:
             self._guidance = LlGuidance(self._target.tokenizer, self._target.facts.vocab_size)
-        if params.json_schema is not None:
-            schema = params.json_schema
-            return self._guidance.json_schema(schema if isinstance(schema, str) else dict(schema))
-        if params.regex is not None:
-            return self._guidance.regex(params.regex)
-        if params.choice is not None:
-            return self._guidance.choice(params.choice)
-        assert params.grammar is not None
-        return self._guidance.grammar(params.grammar)
-
-
-def _load_engine(
-    target: str,
-    drafter: str | None,
-    depth: int | Literal["auto"],
-    dtype: str,
-    device: str,
-    quantization: str,
-    cache: Path | None,
-    chat_format: ChatFormat,
-    settings: Mapping[str, Any],
-) -> Engine:
-    """An engine for both; what cannot work is refused before weights are read."""
-    known = [field.name for field in fields(EngineConfig)]
-    for given in settings:
-        if given not in known:
-            near = get_close_matches(given, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UserError(f"there is no setting {given!r} of the engine; {hint}")
-    config = EngineConfig(**settings)
-    if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= MOST_IN_CHAIN):
-        raise UserError(f"depth is {depth!r}; give 0 to {MOST_IN_CHAIN}, or 'auto' for as deep as pays")
-    if depth != "auto" and "max_depth" not in settings:
-        config = replace(config, max_depth=max(config.max_depth, depth))
-    name = choose_drafter(drafter, target)
-    if name is not None:
-        require_fit(name, read_facts(target, cache=cache))
-    loaded, model = load_pair(
-        target, name, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
-    )
-    engine = Engine(loaded, model, config=config)
-    if loaded.device.type == "cpu" and not config.capture_ahead:
-        engine.capture_graphs()  # a second at most, so that the first answers are drafted for as deep as pays
-    return engine
+        value = getattr(params, form)
+        grammar: Grammar = getattr(self._guidance, form)(dict(value) if isinstance(value, Mapping) else value)
+        return grammar
 
 
 def _speculation(depth: int | Literal["auto"], method: Literal["auto", "eagle3", "suffix"]) -> Speculation:
@@ -368,21 +331,21 @@ def _speculation(depth: int | Literal["auto"], method: Literal["auto", "eagle3",
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a text or a list of token ids; anything else is a list of prompts."""
+    """A list of prompts, given one (a text or token ids) or several."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _conversations(conversations: Conversation | Sequence[Conversation]) -> list[list[Message]]:
-    """One conversation is a text or a list of messages; anything else is a list of conversations."""
+    """A list of conversations, given one (a text or messages) or several."""
     one = isinstance(conversations, str) or (conversations and isinstance(conversations[0], Mapping))
     several: Sequence[Any] = [conversations] if one else conversations
     return [[{"role": "user", "content": each}] if isinstance(each, str) else list(each) for each in several]
 
 
 def _paired(prompts: Sequence[Each], params: Params) -> list[tuple[Each, SamplingParams]]:
-    """A prompt and its own params: of params for all, every prompt has another seed."""
+    """Pairs of prompt and params; with shared params, each prompt gets another seed."""
     if params is None or isinstance(params, SamplingParams):
         shared = params or SamplingParams()
         return [(prompt, replace(shared, seed=shared.seed + number)) for number, prompt in enumerate(prompts)]

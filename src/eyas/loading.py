@@ -1,7 +1,6 @@
-"""A target and its drafter, loaded and made ready to decode: one way for the Python API, the commands and the server.
+"""Loads a target and its drafter for decoding; used by the Python API, all commands and the server.
 
-What makes decoding fast happens here and in the engine, so that no caller can forget it: on a CPU the matrix products
-of both models are packed for this processor. Engines capture CUDA graphs themselves.
+On a CPU the weights of both models are packed for its matrix products here, so that no caller can forget it.
 """
 
 import logging
@@ -28,10 +27,9 @@ from eyas.kernels.linear.quantised_linear import (
     quantise,
     replace_by_blocks,
 )
-from eyas.kernels.linear.w4a16_linear import W4A16Linear
-from eyas.kernels.linear.w8a8_linear import W8A8Linear
-from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
+from eyas.kernels.linear.served_linear import packed_bytes
 from eyas.kernels.llama.packed_experts import pack_experts
+from eyas.quantization.stored_linear import served_linear
 from eyas.target.chat_template import ChatFormat
 from eyas.target.device import choose_device
 from eyas.target.facts import TargetFacts
@@ -39,7 +37,7 @@ from eyas.target.gguf_model import has_packed_matrices, packed_model
 from eyas.target.locate import gguf_of
 from eyas.target.model import Target
 from eyas.target.quantise import ON_THE_FLY, quantise_linears
-from eyas.target.quantised_checkpoint import multiplies, packed_linear
+from eyas.target.quantised_checkpoint import multiplies
 from eyas.threads import limit_threads
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4", "gguf")
 
 
 def require_fit(drafter: str, target: TargetFacts) -> None:
-    """Refuse a drafter that cannot draft for this target, before anything large is loaded."""
+    """Raise if a drafter does not fit the target, before weights are loaded."""
     faults = [found.message for found in check(drafter, target=target).findings if found.severity == "error"]
     if faults:
         more = f" (and {len(faults) - 1} more, see `eyas check`)" if len(faults) > 1 else ""
@@ -65,13 +63,13 @@ def load_target(
     revision: str | None = None,
     chat_format: ChatFormat | None = None,
 ) -> Target:
-    """Load a target that decodes; on a CPU its matrix products are packed, and the log says how.
+    """Load a target for decoding; on a CPU its weights are packed.
 
-    `auto` computes in the precision that is stored; on a CPU in float32, where matrices stored in bfloat16 can stay as
-    they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
+    `dtype="auto"` computes in the stored precision; on a CPU in float32, where matrices stored in bfloat16 can stay so
+    (`pack_linears`). Embeddings, keys and values then take twice the memory.
 
-    `quantization` is one of `QUANTIZATIONS`. With `auto`, the matrices of a GGUF file stay as they are on a CPU, unless
-    `dtype` asks for another type, and those of other quantised checkpoints stay as they are on a GPU.
+    `quantization` is one of `QUANTIZATIONS`. With `auto`, a GGUF file stays quantised on a CPU, unless `dtype` names
+    another type, and other quantised checkpoints stay quantised on a GPU.
     """
     where = choose_device(device)
     limit_threads()
@@ -79,8 +77,7 @@ def load_target(
     if where.type != "cpu" and quantization in ("auto", "none", *ON_THE_FLY):
         loaded = Target.load(target, dtype=dtype, quantization=quantization, **rest)
         if loaded.quantization != "none":
-            kinds = (W8A8Linear, W4A16Linear, Mxfp4Experts)
-            size = sum(part.nbytes for part in loaded.model.modules() if isinstance(part, kinds))
+            size = packed_bytes(loaded.model)
             what, others = "matrices", "embedding, head and norms"
             if loaded.quantization == "mxfp4":
                 what, others = "experts", "other weights"
@@ -95,7 +92,7 @@ def load_target(
         loaded = Target.load(target, dtype="float32", **rest)
         quantise_linears(loaded.model, 8 if chosen == "int8" else 4, kernel)
     if kernel is not None:
-        size = sum(part.nbytes for part in loaded.model.modules() if isinstance(part, QuantisedLinear))
+        size = packed_bytes(loaded.model)
         logger.info(f"matrices stay quantised ({chosen}, {size / 1e6:.0f} MB), multiplied by {kernel.uses}")
     if loaded.device.type == "cpu":
         packing = pack_linears(loaded.model, widen=dtype == "auto" and kernel is None, cache=cache)
@@ -109,7 +106,7 @@ def load_target(
 def _choose(
     target: str, quantization: str, dtype: str, device: torch.device, cache: Path | None
 ) -> tuple[str, QuantisedKernel | None, Path | None]:
-    """What a target is quantised as, what multiplies it, and the GGUF file that is read as it is."""
+    """Choose the quantization of a target on a CPU, its kernel, and the GGUF file to read, if any."""
     if quantization not in QUANTIZATIONS:
         raise UserError(f"unknown quantization {quantization!r}; use one of {', '.join(QUANTIZATIONS)}")
     asked = quantization not in ("auto", "none")
@@ -147,10 +144,10 @@ def _choose(
 
 
 def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None) -> Drafter:
-    """Load a drafter to where its target is, in its precision, packed like it, with the weights that they share.
+    """Load a drafter onto the device and dtype of its target, packed like it; shared weights are loaded once.
 
-    Beside a quantised target its matrices take 8 bits: what it drafts may change by that, what the target says may not.
-    Linears that are quantised on disk stay so beside any target.
+    For a quantised target its matrices are quantised to 8 bits, which may change drafts but no answer. Linear layers
+    that are quantised on disk stay so for any target.
     """
     checkpoint = read_checkpoint(drafter)
     model = drafter_of(checkpoint).to(device=target.device, dtype=target.dtype)
@@ -171,7 +168,7 @@ def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None)
 
 
 def _multiply_integers(model: Drafter, linears: QuantisedLinears, cache: Path | None) -> str | None:
-    """Have a CPU multiply linears in blocks of 8 bits; why not, if it cannot, and nothing is changed then."""
+    """Use 8-bit linear layers on a CPU; if this is not possible, return the reason and change nothing."""
     dtype = model.norm_weight.dtype
     if dtype != torch.float32:
         return f"integer products take rows of float32, not of {str(dtype).removeprefix('torch.')}"
@@ -187,7 +184,7 @@ def _multiply_integers(model: Drafter, linears: QuantisedLinears, cache: Path | 
 
 
 def _multiply_on_gpu(model: Drafter, linears: QuantisedLinears) -> str | None:
-    """The same of a GPU, as they are."""
+    """Keep quantised linear layers on a GPU; if this is not possible, return the reason and change nothing."""
     like_D, kept = model.norm_weight, dict[str, nn.Module]()
     reason = multiplies(like_D.device, linears.scheme.kind, like_D.dtype)
     if reason is not None:
@@ -196,10 +193,11 @@ def _multiply_on_gpu(model: Drafter, linears: QuantisedLinears) -> str | None:
         linear = model.get_submodule(name)
         if type(linear) is not nn.Linear:
             continue
-        packed = packed_linear(linears.scheme, weight.to(like_D.device), linear.bias, like_D.dtype)
-        if packed is None:
-            return f"there is no product for {name}"
-        kept[name] = packed
+        inputs = linears.scheme.quantised_inputs
+        served = served_linear(weight.to(like_D.device), linear.bias, like_D.dtype, quantised_inputs=inputs)
+        if served is None:
+            return f"there is no kernel for {name}"
+        kept[name] = served
     for name, packed in kept.items():
         model.set_submodule(name, packed)
     model.quantization = linears.scheme.kind
@@ -217,9 +215,9 @@ def load_pair(
     revision: str | None = None,
     chat_format: ChatFormat | None = None,
 ) -> tuple[Target, Drafter | None]:
-    """Load both; no drafter for None."""
+    """Load a target and, unless None, a drafter."""
     if drafter is not None:
-        find_folder(drafter)  # a name that is wrong should fail before the target is loaded
+        find_folder(drafter)  # a wrong name should fail before the target is loaded
     loaded = load_target(
         target,
         dtype=dtype,
@@ -235,6 +233,6 @@ def load_pair(
 
 
 def load_another(target: Target, drafter: str, *, cache: Path | None = None) -> Drafter:
-    """A drafter for a target at work, whose users must not learn too late that it does not fit."""
+    """Load another drafter for a loaded target, after checking that it fits."""
     require_fit(drafter, target.facts)
     return load_drafter_for(target, drafter, cache=cache)

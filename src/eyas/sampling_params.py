@@ -1,4 +1,4 @@
-"""What a caller of the Python API may ask of an answer, in the words of vLLM's `SamplingParams`."""
+"""Sampling parameters of the Python API, named as in vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from typing import Any, Literal
 from eyas.errors import UserError
 
 FORMS = ("json_schema", "regex", "choice", "grammar")
-"""Fields that say what the answer must look like; one of them at most."""
+"""Fields for structured output, of which at most one may be set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How an answer is generated. The drafter never changes it: speculation is about speed alone.
+    """Parameters of a request. Speculation never changes an answer, only its speed.
 
-    Values are checked here as far as they can be without the target; the rest when a request is made of them.
+    Values are checked here as far as possible without the target; the rest when a request is made.
     """
 
     max_tokens: int | None = 256
-    """New tokens at most; None: as many as the context has room for."""
+    """Limit of new tokens; None uses all room in the context."""
     min_tokens: int = 0
-    """Before there are as many, the answer does not end."""
+    """The answer does not end before this many new tokens."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -33,37 +33,37 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int = 0
-    """Decides all chance of the answer, whatever else is in the batch. Prompts of one call count up from here."""
+    """Seed of the answer, independent of the batch; each further prompt of a call adds 1."""
     stop: str | tuple[str, ...] | list[str] = ()
-    """Texts that end the answer; they are not part of it."""
+    """Texts that end the answer."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
-    """Tokens that end it, besides the target's own."""
+    """Tokens that end the answer, besides the target's own stop tokens."""
     bad_words: tuple[str, ...] | list[str] = ()
-    """Texts that the answer does not have, by their tokens."""
+    """Texts that may not occur in the answer, by their tokens."""
     include_stop_str_in_output: bool = False
-    """Whether the text has the stop string, or the text of the stop token, that ended it."""
+    """Keep the stop string, or the text of the stop token, in the text."""
     detokenize: bool = True
-    """Whether text is made of the tokens; without, all texts are empty, and an answer takes the host less time."""
+    """Make text of the tokens; without it, texts are empty, which saves time on the host."""
     skip_special_tokens: bool = True
-    """Whether the text leaves special tokens out."""
+    """Leave special tokens out of the text."""
     ignore_eos: bool = False
-    """Go on behind the target's own stop tokens."""
+    """Ignore the target's own stop tokens."""
     logprobs: int | None = None
-    """Alternatives to report beside each token; 0 reports the chosen one alone, None nothing."""
+    """Number of alternatives to report for each token; 0 reports the chosen one alone, None nothing."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first, which is computed past the prefix cache."""
+    """Alternatives for each prompt token but the first; bypasses the prefix cache."""
     json_schema: Mapping[str, Any] | str | None = None
-    """The answer is JSON that this schema allows."""
+    """The answer is JSON of this schema."""
     regex: str | None = None
     """The answer matches this regular expression."""
     choice: tuple[str, ...] | list[str] | None = None
     """The answer is one of these texts."""
     grammar: str | None = None
-    """The answer is derived by this grammar, in Lark's syntax or llama.cpp's GBNF."""
+    """The answer follows this grammar, in Lark's syntax or llama.cpp's GBNF."""
     depth: int | Literal["auto"] | None = None
-    """Tokens to draft per verification: a number, 0 for none, auto for as deep as pays; None: as the LLM was told."""
+    """Draft tokens per verification; 0 for none, auto for the fastest, None for the LLM's setting."""
     speculation_method: Literal["auto", "eagle3", "suffix"] = "auto"
-    """Who drafts: whatever pays of what the LLM has, the drafter alone, or suffix drafts alone."""
+    """Draft source: auto for the fastest, the drafter alone, or suffix decoding alone."""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) is not None]

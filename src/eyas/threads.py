@@ -1,8 +1,8 @@
-"""How many threads compute on a CPU, and how those of torch wait for each other.
+"""Number of CPU threads, and the wait policy of torch's OpenMP threads.
 
-Threads of OpenMP, torch's, wait by spinning. Beside any other busy process they spend most of their time waiting for
-one that does not run, and on a quiet machine they gain nothing by it. How they wait is settled when their library is
-loaded, so `wait_asleep` loads it before torch does. Kernels of eyas have threads of their own (`kernels/threads.c`).
+OpenMP threads wait by spinning, which is slow beside any other busy process and gains nothing on a quiet machine. The
+policy is read when the OpenMP library is loaded, so `wait_asleep` loads it before torch does. Kernels of eyas have
+threads of their own (`kernels/threads.c`).
 """
 
 import ctypes
@@ -15,14 +15,13 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables that say how threads of OpenMP wait."""
 QUOTA_FILES = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _settled = False
-"""Whether torch's threads wait asleep, or it was said that they do not."""
+"""Torch's threads sleep while waiting, or the log has a note that they do not."""
 
 
 def wait_asleep() -> None:
-    """Let torch's threads sleep while they wait, unless torch is loaded already or the environment says how."""
+    """Let torch's threads sleep while waiting, unless torch is loaded already or the environment sets a policy."""
     global _settled
     if sys.platform != "linux" or "torch" in sys.modules or any(name in os.environ for name in WAIT_VARIABLES):
         return
@@ -39,11 +38,11 @@ def wait_asleep() -> None:
     except OSError:
         logger.debug("torch's OpenMP library could not be loaded ahead", exc_info=True)
     finally:
-        del os.environ[WAIT_VARIABLES[0]]  # processes that are started from here decide for themselves
+        del os.environ[WAIT_VARIABLES[0]]  # child processes decide for themselves
 
 
 def use_threads(count: int) -> None:
-    """Compute with so many threads, here and in processes that are started from here. Imports torch."""
+    """Set the number of threads for this process and its children. Imports torch."""
     import torch
 
     os.environ["OMP_NUM_THREADS"] = str(count)
@@ -51,7 +50,7 @@ def use_threads(count: int) -> None:
 
 
 def limit_threads() -> None:
-    """Compute with no more threads than this process may have processors, unless OMP_NUM_THREADS says how many."""
+    """Use no more threads than the CPU quota of this process allows, unless OMP_NUM_THREADS is set."""
     global _settled
     import torch
 
@@ -64,7 +63,7 @@ def limit_threads() -> None:
 
 
 def cpu_quota(paths: tuple[str, str] = QUOTA_FILES) -> float | None:
-    """Processors that the control group of this process (a container's limit) grants it; None without a limit."""
+    """CPU quota of this process's control group (the limit of a container), in processors; None without a limit."""
     try:
         if Path(paths[0]).exists():
             quota, period = Path(paths[0]).read_text().split()
@@ -72,5 +71,5 @@ def cpu_quota(paths: tuple[str, str] = QUOTA_FILES) -> float | None:
             quota = Path(paths[1]).read_text()
             period = Path(paths[1]).with_name("cpu.cfs_period_us").read_text()
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # no limit is `max`, or there is no such file
+    except (OSError, ValueError, ZeroDivisionError):  # the quota is `max`, or there is no file
         return None

@@ -1,4 +1,4 @@
-"""The client keeps connections, and servers may close them."""
+"""The client keeps connections alive, and servers may close them."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
 class OneAnswer:
-    """Answers the first request of a connection and closes it when there is a second; or closes it at once."""
+    """Answers the first request of a connection and closes it at the second; or, if silent, closes it at once."""
 
     def __init__(self, *, silent: bool = False) -> None:
         self.silent, self.asked = silent, 0
@@ -48,14 +48,14 @@ async def ask(server: OneAnswer, times: int) -> list[StreamedAnswer]:
             ]
 
 
-def test_a_connection_that_was_closed_behind_an_answer_is_made_anew() -> None:
+def test_a_connection_closed_after_an_answer_is_reopened() -> None:
     server = OneAnswer()
     answers = asyncio.run(ask(server, 4))
     assert [answer.error for answer in answers] == [None] * 4
     assert server.asked == 4
 
 
-def test_a_server_that_never_answers_is_asked_twice_and_told_of() -> None:
+def test_a_server_that_never_answers_is_asked_twice() -> None:
     server = OneAnswer(silent=True)
     (answer,) = asyncio.run(ask(server, 1))
     assert answer.error is not None
@@ -63,7 +63,7 @@ def test_a_server_that_never_answers_is_asked_twice_and_told_of() -> None:
     assert server.asked == 2
 
 
-def test_a_server_that_is_gone_is_no_answer() -> None:
+def test_a_server_that_is_gone_raises() -> None:
     async def gone() -> None:
         async with Client(Address.of("http://127.0.0.1:9"), timeout=5) as client:
             await client.ask("/v1/completions", {}, key="", category="", turn=0)

@@ -1,4 +1,4 @@
-"""Users wait for their answers; a rate does not."""
+"""Closed and open loop, and the overhead of the client."""
 
 import asyncio
 from itertools import pairwise
@@ -7,8 +7,7 @@ from statistics import mean
 import pytest
 
 from each import each
-from eyas.bench.client_overhead import ClientOverhead
-from eyas.bench.load import Load, arrival_times, run_load
+from eyas.bench.load import ClientOverhead, Load, arrival_times, run_load
 from eyas.bench.workload import Task
 from eyas.errors import UserError
 
@@ -16,7 +15,7 @@ TASKS = [Task(key=str(i), category="c", turns=("a", "b")) for i in range(12)]
 
 
 class Watch:
-    """Counts conversations at once, each a few turns of the loop long."""
+    """Counts concurrent conversations, each of which takes some time."""
 
     def __init__(self, seconds: float = 0.002) -> None:
         self.now = self.most = 0
@@ -32,7 +31,7 @@ class Watch:
 
 
 @each("users", [1, 4, 50])
-def test_a_closed_loop_has_as_many_under_way_as_users(users: int) -> None:
+def test_a_closed_loop_has_one_conversation_per_user(users: int) -> None:
     watch = Watch()
     asyncio.run(run_load(Load(users=users), TASKS, watch, seed=0))
     assert watch.most == min(users, len(TASKS))
@@ -46,7 +45,7 @@ def test_an_open_loop_does_not_wait_and_asks_first_turns() -> None:
     assert watch.turns == [1] * 12
 
 
-def test_arrivals_have_the_rate_and_are_fixed_by_the_seed() -> None:
+def test_arrivals_are_a_poisson_process_fixed_by_the_seed() -> None:
     times = arrival_times(5.0, 4000, seed=3)
     gaps = [b - a for a, b in pairwise(times)]
     assert times[0] == 0.0
@@ -55,7 +54,7 @@ def test_arrivals_have_the_rate_and_are_fixed_by_the_seed() -> None:
     assert times == arrival_times(5.0, 4000, seed=3) != arrival_times(5.0, 4000, seed=4)
 
 
-def test_what_goes_wrong_in_one_conversation_ends_all() -> None:
+def test_an_error_in_one_conversation_ends_all() -> None:
     done = []
 
     async def talk(task: Task, turns: int) -> None:
@@ -70,12 +69,12 @@ def test_what_goes_wrong_in_one_conversation_ends_all() -> None:
 
 
 @each("wrong", [{}, {"users": 1, "rate": 1.0}, {"users": 0}, {"rate": 0.0}, {"rate": float("inf")}])
-def test_loads_that_are_none_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_loads_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError):
         Load(**wrong)  # type: ignore[arg-type]
 
 
-def test_an_interruption_that_comes_while_the_client_is_no_longer_watched_is_heard() -> None:
+def test_a_cancellation_at_the_end_of_the_overhead_block_is_raised() -> None:
     async def work() -> None:
         async with ClientOverhead():
             asyncio.get_running_loop().call_soon(task.cancel)

@@ -1,17 +1,15 @@
-"""Rows follow from answers by the formulas of docs/bench.md, worked out by hand here."""
+"""Rows follow the formulas of docs/bench.md, worked out by hand here."""
 
 from typing import Any
 
 import pytest
 
 from eyas.bench.compare import compare
-from eyas.bench.counters import Counters
-from eyas.bench.draft_counts import DraftCounts
+from eyas.bench.counters import Counters, DraftCounts
 from eyas.bench.experiment import Run
 from eyas.bench.load import Load
-from eyas.bench.measures import make_rows
+from eyas.bench.measures import make_rows, percentiles, spread
 from eyas.bench.server import ServerInfo
-from eyas.bench.statistics import percentiles, spread
 from eyas.bench.stream import StreamedAnswer
 from eyas.bench.variants import OFF, PLAIN, SPECULATIVE, Variant, list_variants
 from eyas.errors import UserError
@@ -44,7 +42,7 @@ def test_throughput_and_the_speed_of_a_user() -> None:
     assert row["latency_ms"]["count"] == 2
 
 
-def test_failed_answers_are_counted_and_in_no_figure() -> None:
+def test_failed_answers_are_counted_but_not_measured() -> None:
     failed = StreamedAnswer(key="b", category="c", turn=1, sent=0.0, error="500: oh")
     (row,) = make_rows([run(answer(), failed)])
     assert (row["requests"], row["failed"], row["failures"]) == (1, 1, {"500: oh": 1})
@@ -63,7 +61,7 @@ def test_repetitions_give_a_median_and_a_spread_and_ratios_are_by_repetition() -
     assert fast["same_as_plain"] == {"same": 3, "of": 3, "different": []}
 
 
-def test_after_a_difference_a_conversation_is_another_one() -> None:
+def test_conversations_are_not_compared_after_a_difference() -> None:
     def talk(first: str, second: str, mode: str) -> Run:
         return run(answer("k", text=first), answer("k", turn=2, text=second), answer("l"), mode=mode)
 
@@ -73,7 +71,7 @@ def test_after_a_difference_a_conversation_is_another_one() -> None:
     assert fast["same_as_plain"] == {"same": 2, "of": 3, "different": ["k turn 2"]}
 
 
-def test_acceptance_comes_from_answers_where_they_tell_and_else_from_counts() -> None:
+def test_acceptance_comes_from_responses_or_else_from_metrics() -> None:
     counted = Counters(
         draft_counts=DraftCounts(drafts=100, drafted=200, accepted=100, accepted_at=(70, 30)), generated=5
     )
@@ -88,7 +86,7 @@ def test_acceptance_comes_from_answers_where_they_tell_and_else_from_counts() ->
     assert found["server_counted"]["length"] == 2.0
 
 
-def test_a_broken_run_counts_only_where_there_is_no_whole_one() -> None:
+def test_a_broken_run_counts_only_without_a_whole_one() -> None:
     whole, broken = run(answer(), seconds=1.0), run(answer(), seconds=2.0, whole=False, repetition=1)
     (row,) = make_rows([whole, broken])
     assert row["whole"]
@@ -104,7 +102,7 @@ def test_categories_are_kept() -> None:
     assert {name: own["user_tokens_per_second"] for name, own in row["categories"].items()} == {"c": 1.6667, "d": 10.0}
 
 
-def test_percentiles_are_numpys_and_say_of_how_many() -> None:
+def test_percentiles_are_numpys_with_a_count() -> None:
     found = percentiles([float(value) for value in range(101)], scale=2.0)
     assert (found["count"], found["p50"], found["p99"]) == (101, 100.0, 198.0)
     assert percentiles([])["p50"] is None
@@ -127,7 +125,7 @@ def test_eyas_is_its_own_baseline_and_others_need_a_second_server() -> None:
         list_variants([server(kind="vllm", drafts=False)], {"s": other}, baseline=True)
 
 
-def test_a_comparison_tells_what_is_more_than_the_spread() -> None:
+def test_a_comparison_marks_changes_beyond_the_spread() -> None:
     def record(*speeds: float, **changes: Any) -> dict[str, Any]:
         rows = make_rows([run(answer(), seconds=5 / speed, repetition=i) for i, speed in enumerate(speeds)])
         plan = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": False, "prefill": True}

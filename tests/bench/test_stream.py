@@ -1,4 +1,4 @@
-"""A stream's bytes and times become figures, however the bytes are cut; what is no stream is said to be none."""
+"""A stream gives latencies and counts, however its bytes are split; invalid streams are errors."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from each import each
-from eyas.bench.draft_counts import DraftCounts, draft_counts_of_event, pooled
+from eyas.bench.counters import DraftCounts, draft_counts_of_event, pooled
 from eyas.bench.stream import StreamedAnswer, parse_stream
 
 ASKED = StreamedAnswer(key="k", category="c", turn=1, sent=1.0)
@@ -40,7 +40,7 @@ def test_times_are_those_of_the_text() -> None:
 
 
 @each("size", [1, 2, 7, 1000])
-def test_it_does_not_matter_where_the_bytes_are_cut(size: int) -> None:
+def test_streams_may_be_split_at_any_byte(size: int) -> None:
     stream = b": ping\r\n\r\n" + chunk("hällo").replace(b"\n", b"\r\n") + chunk(" wörld", "length") + END
     parts = [(2.0, stream[i : i + size]) for i in range(0, len(stream), size)]
     found = parse_stream(ASKED, parts)
@@ -67,7 +67,7 @@ def test_reasoning_and_plain_completions_are_text_too() -> None:
         (chunk("a", "stop"), "no usage"),
     ],
 )
-def test_what_is_no_answer_is_named(stream: bytes, words: str) -> None:
+def test_invalid_streams_are_errors(stream: bytes, words: str) -> None:
     found = parse_stream(ASKED, [(2.0, stream)])
     assert found.error is not None
     assert words in found.error

@@ -1,4 +1,4 @@
-"""What is asked: every format, categories kept, a choice that a seed fixes, and files that are half broken."""
+"""Workloads: every format, categories, a seeded sample, and files with bad records."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_parquet_is_read_too(tmp_path: Path) -> None:
     assert (task.category, task.turns) == ("coding", ("Sort.",))
 
 
-def test_what_cannot_be_read_is_left_out_and_told_with_its_line(tmp_path: Path) -> None:
+def test_bad_records_are_left_out_with_their_lines(tmp_path: Path) -> None:
     file = write(
         tmp_path / "half.jsonl",
         SPEC_BENCH,
@@ -88,14 +88,14 @@ def test_what_cannot_be_read_is_left_out_and_told_with_its_line(tmp_path: Path) 
         assert part in word
 
 
-def test_bytes_that_are_no_text_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_not_utf8_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "odd.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n{"prompt": "good"}\n')
     found = read(tmp_path / "odd.jsonl")
     assert len(found.tasks) == 1
     assert "odd.jsonl:1" in found.sources[0].left_out[0]
 
 
-def test_nothing_to_ask_is_refused(tmp_path: Path) -> None:
+def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none of its 1 records.*bad.jsonl:1"):
         read(write(tmp_path / "bad.jsonl", "{"))
     with pytest.raises(UserError, match="is empty"):
@@ -112,7 +112,7 @@ def test_the_choice_is_even_over_categories_and_fixed_by_the_seed() -> None:
     assert sorted(task.key for task in sample_tasks(tasks, limit=None, seed=1)) == sorted(task.key for task in tasks)
 
 
-def test_the_digest_knows_what_is_asked_and_in_which_order(tmp_path: Path) -> None:
+def test_the_digest_depends_on_tasks_and_order(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}"} for i in range(8)]
     one = read(write(tmp_path / "a.jsonl", *rows))
     moved = read(write(tmp_path / "b.jsonl", *rows))

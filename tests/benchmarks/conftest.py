@@ -1,4 +1,4 @@
-"""An interpreter whose vLLM is a toy: it answers by counting, one token per request and step."""
+"""An interpreter with a toy vLLM that generates one token per request and step."""
 
 import sys
 from pathlib import Path

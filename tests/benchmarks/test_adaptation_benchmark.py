@@ -1,4 +1,4 @@
-"""The benchmark of adaptations: tickets that differ, and changes that are counted by what they are on."""
+"""Adaptation benchmark: distinct tickets, and changes by category."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_two_thousand_tickets_differ_and_share_their_system_prompt(tmp_path: Pat
     assert all(one.messages[0]["content"] == SYSTEM for one in read_conversations(file))
 
 
-def test_changes_are_of_the_traffic_and_of_all_else_with_and_without_loops() -> None:
+def test_changes_are_counted_by_category_with_and_without_loops() -> None:
     asked = [{"key": 0, "category": "tickets"}, {"key": 1, "category": "math"}, {"key": 2, "category": "tickets"}]
 
     def cell(name: str, *accepted: list[int]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_our_client_asks_every_prompt_at_the_rate(tmp_path: Path) -> None:
     assert row["first_ms_p99"] >= row["first_ms_p50"] > 0
 
 
-def test_a_client_that_fails_is_told() -> None:
+def test_a_failing_client_is_an_error() -> None:
     with pytest.raises(arrivals.UserError, match="ended with 3: oh"):
         arrivals._client([sys.executable, "-c", "import sys; print('oh', file=sys.stderr); sys.exit(3)"])
 
@@ -77,7 +77,7 @@ def test_vllms_client_gets_the_rate_and_the_prompts(monkeypatch: pytest.MonkeyPa
     assert "--num-prompts 3" in words
 
 
-def test_no_prompt_comes_twice(tmp_path: Path) -> None:
+def test_prompts_are_distinct(tmp_path: Path) -> None:
     prompts = tmp_path / "all.jsonl"
     prompts.write_text("".join(f'{{"prompt": "p{i}"}}\n' for i in range(14)))
     files = arrivals.prompt_files(arguments(prompts=prompts, rate=[1.0, 2.0], out=tmp_path))

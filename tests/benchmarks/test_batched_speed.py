@@ -1,4 +1,4 @@
-"""The benchmark beside llama-batched-bench counts every token once."""
+"""Batched speed benchmark: every token is counted once."""
 
 from batched_speed import _run
 
@@ -11,7 +11,7 @@ from eyas.target.model import Target
 
 
 @each("users", [1, 3])
-def test_steps_that_read_and_steps_that_decode_are_told_apart(tiny_target: Target, users: int) -> None:
+def test_prefill_and_decoding_steps_are_counted_apart(tiny_target: Target, users: int) -> None:
     engine = Engine(tiny_target, config=EngineConfig(max_num_seqs=users, max_model_len=64, memory=2**22))
     for first in range(users):
         prompt = tuple(range(first, first + 9))

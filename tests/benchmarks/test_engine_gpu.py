@@ -1,4 +1,4 @@
-"""The table of both engines, and a run of the smallest shape on a CPU."""
+"""GPU benchmark: the table of both engines, and a small run on a CPU."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_without_vllm_its_columns_are_empty() -> None:
     assert "vLLM -" in line_of(row)
 
 
-def test_a_step_reads_weights_once_a_pass_and_the_keys_of_all(tiny: Target) -> None:
+def test_a_step_reads_weights_once_and_the_keys_of_all_requests(tiny: Target) -> None:
     drafter = random_drafter("tiny", tiny)
     weights = sum(p.nbytes for p in tiny.model.parameters())  # tied: the head is the table, and is read
     keys = 2 * 8 * 2 * 32 * 4  # of a token: both, layers, heads, their width, bytes
@@ -71,7 +71,7 @@ def test_keys_in_8_bits_are_a_byte_each(tiny: Target) -> None:
     assert wide == 4 * narrow > 0, "float32 has four"
 
 
-def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
+def test_a_step_reads_only_the_chosen_experts() -> None:
     target = random_target("tiny-experts", torch.float32, torch.device("cpu"))
     experts = sum(p.nbytes for p in target.model.parameters() if p.ndim == 3)
     one, two, many = (step_bytes(target, None, users=users, context=0, depth=0) for users in (1, 2, 500))
@@ -80,7 +80,7 @@ def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
 
 
 @each(("length", "depth"), [(1.0, 3), (2.5, 3), (4.0, 3), (1.5, 1)])
-def test_the_coin_gives_the_length(length: float, depth: int) -> None:
+def test_the_coin_gives_the_acceptance_length(length: float, depth: int) -> None:
     chance = chance_of(length, depth)
     assert sum(chance**d for d in range(depth + 1)) == pytest.approx(length)
 
@@ -105,7 +105,7 @@ def test_both_engines_are_measured_in_turn(
     assert printed.count("users  depth 0") == 4  # as they come, and in the table
 
 
-def test_time_that_is_over_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_out_of_time_has_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "gpu.json"
     words = "--shape tiny --device cpu --dtype float32 --users 1 --depth 0 --prompt 4 --new 4 --seconds 0"
     monkeypatch.setattr(sys, "argv", ["engine_gpu", *words.split(), "--out", str(out)])
@@ -113,7 +113,7 @@ def test_time_that_is_over_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not out.exists()
 
 
-def test_trees_are_tossed_along_first_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_acceptance_of_trees_follows_first_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "gpu.json"
     words = "--shape tiny --device cpu --dtype float32 --users 1 --depth 1 --tree 1x3x3 --length 2 --prompt 4 --new 17"
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The comparison with llama.cpp's rendering tells the same from different, against a toy of its server."""
+"""Comparison with llama.cpp's rendering, against a toy server."""
 
 import sys
 from pathlib import Path

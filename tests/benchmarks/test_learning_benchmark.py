@@ -1,4 +1,4 @@
-"""The benchmark of learning beside serving: a learner that is held loses no time, and a bound is held or missed."""
+"""Learning benchmark: a paused learner loses no time, and the verdict on the bound."""
 
 import json
 from dataclasses import asdict
@@ -31,7 +31,7 @@ class Held:
         self.now, self._seconds = self.now + self._seconds, 0.0
 
 
-def test_a_held_learner_lies_still_with_its_clock_and_says_how_much_it_worked(
+def test_a_paused_learner_stops_its_clock_and_reports_its_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time = Held(400.0)
@@ -65,7 +65,7 @@ def record_of(*ratios: float) -> dict[str, Any]:
     }
 
 
-def test_the_bound_is_held_by_the_whole_interval_or_it_is_said() -> None:
+def test_the_verdict_depends_on_the_whole_interval() -> None:
     for ratios, words in (
         ((0.92, 0.91, 0.93), "bound 0.88: held\n"),
         ((0.92, 0.80, 0.93), "bound 0.88: held by the median alone"),

@@ -1,4 +1,4 @@
-"""Growth against bytes, and a run of the smallest shape on a CPU."""
+"""Long context benchmark: growth, memory, and a small run on a CPU."""
 
 import argparse
 import json
@@ -50,7 +50,7 @@ def test_held_memory_is_compared_with_the_plan() -> None:
 
 
 @each("words", ["1024", "1024:", "1024:0", "x:1", "0:1"])
-def test_contexts_that_are_none_are_refused(words: str) -> None:
+def test_invalid_contexts_are_refused(words: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=words):
         Context.parse(words)
 
@@ -102,7 +102,7 @@ def test_every_prompt_is_read_once(
     assert capsys.readouterr().out.count("200 context") == 8  # as they come, and in the table
 
 
-def test_time_that_is_over_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_out_of_time_has_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape tiny --device cpu --contexts 32:1 --steps 2 --seconds 0"
     monkeypatch.setattr(sys, "argv", ["long_context", *words.split()])
     long_context.main()

@@ -38,7 +38,7 @@ def test_no_pair_is_an_error() -> None:
         interval([])
 
 
-def test_every_mode_has_its_turn_in_every_place() -> None:
+def test_every_mode_runs_equally_often_in_every_position() -> None:
     modes = ["a", "b", "c", "d"]
     orders = [turns(modes, number) for number in range(8)]
     assert all(sorted(order) == modes for order in orders)

@@ -1,4 +1,4 @@
-"""The workload of text that repeats is made from what lies in this repository, the same for the same seed."""
+"""The workload of repeating text is made from this repository, reproducibly."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The fastest way through an answer is never slower than any other, and knows no wrong draft."""
+"""The fastest way through an answer is never slower than another, and uses no wrong draft."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ def replayed(suffix: list[int], drafter: list[int]) -> Replayed:
     return Replayed(answer=tuple(range(1 + len(suffix))), loops=False, suffix=suffix, drafter=drafter)
 
 
-def test_where_passes_are_flat_right_drafts_save_a_pass_each() -> None:
+def test_correct_drafts_save_a_pass_each_if_passes_cost_the_same() -> None:
     found = ceilings([replayed([3, 2, 1, 0], [0, 0, 0, 0])], FLAT)
     assert found["plain"] == pytest.approx(1.0)
     assert [found[kind] for kind in KINDS] == pytest.approx([4.0, 4.0, 1.0, 4.0, 4.0])
 
 
-def test_the_text_goes_on_behind_the_drafter_only_where_both_are_right() -> None:
+def test_suffix_drafts_follow_the_drafter_only_if_both_are_correct() -> None:
     found = ceilings([replayed([0, 0, 1, 0], [2, 1, 0, 0])], FLAT)
     assert found["suffix"] == pytest.approx(4 / 3)
     assert found["drafter"] == pytest.approx(4 / (1 + 0.5 + 0.5 + 1))
@@ -30,12 +30,12 @@ def test_the_text_goes_on_behind_the_drafter_only_where_both_are_right() -> None
     assert found["both"] == pytest.approx(4 / (1 + 0.5 + 1)), "one of the drafter, then one of the text"
 
 
-def test_where_every_token_costs_a_pass_nothing_is_gained() -> None:
+def test_nothing_is_gained_if_every_token_costs_a_pass() -> None:
     found = ceilings([replayed([3, 2, 1, 0], [1, 1, 1, 0])], DEAR)
     assert [found[kind] for kind in KINDS] == pytest.approx([1.0] * 5)
 
 
-def test_times_of_another_machine_lie_on_the_lines_between_those_that_are_given(tmp_path: Path) -> None:
+def test_times_of_another_machine_are_interpolated(tmp_path: Path) -> None:
     told = {"verify": {"1": 4.0, "3": 6.0, "32": 6.0}, "first": 0.5, "further": 0.25, "rest": 0.0}
     (tmp_path / "times.json").write_text(json.dumps(told))
     times = read_times(tmp_path / "times.json")

@@ -1,4 +1,4 @@
-"""Variants are ranked by tokens per second: what a longer acceptance costs counts as well."""
+"""Variants are ranked by tokens per second, which counts the cost of a larger drafter."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def record_of(**variants: tuple[dict[str, Any], float]) -> dict[str, Any]:
     }
 
 
-def test_a_longer_acceptance_that_costs_more_than_it_brings_is_no_winner() -> None:
+def test_a_longer_acceptance_that_costs_more_than_it_gains_loses() -> None:
     record = record_of(base=(SMALL, 0.5), large=(LARGE, 0.6), better=(SMALL, 0.55))
     rank(record, "here")
     speeds = record["machines"]["here"]["speeds"]
@@ -60,7 +60,7 @@ def test_each_variant_drafts_as_deep_as_is_best_for_it() -> None:
     assert speeds["hopeless"]["0"]["depth"] == 1
 
 
-def test_intervals_are_of_answers_drawn_with_return() -> None:
+def test_intervals_are_bootstrapped_over_answers() -> None:
     generator = np.random.default_rng(1)
     rounds = generator.integers(20, 60, size=200).astype(float)
     base = {"rounds": rounds.tolist(), "accepted": (1.5 * rounds).tolist()}
@@ -71,7 +71,7 @@ def test_intervals_are_of_answers_drawn_with_return() -> None:
     assert high - low < 0.1
 
 
-def test_answers_that_end_in_a_loop_are_told() -> None:
+def test_answers_that_end_in_a_loop_are_detected() -> None:
     import torch
 
     varied, looping = list(range(2, 60)), [7, 8] * 40

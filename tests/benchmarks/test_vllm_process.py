@@ -1,4 +1,4 @@
-"""The other engine, in its own process: its options, its turns and its end."""
+"""vLLM as a child process: options, answers and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ def options(**changes: Any) -> dict[str, Any]:
     return vllm_options("model", **{**given, **changes})
 
 
-def test_prompts_are_answered_so_many_at_a_time(vllm_python: str, tmp_path: Path) -> None:
+def test_prompts_are_answered_with_limited_concurrency(vllm_python: str, tmp_path: Path) -> None:
     assert installed(vllm_python) == "9.9"
     with VLLMProcess(vllm_python, options(), tmp_path / "log") as vllm:
         assert vllm.version == "9.9"
@@ -27,7 +27,7 @@ def test_prompts_are_answered_so_many_at_a_time(vllm_python: str, tmp_path: Path
     assert "noise" in (tmp_path / "log").read_text()
 
 
-def test_what_it_refuses_is_told(vllm_python: str, tmp_path: Path) -> None:
+def test_errors_of_vllm_are_reported(vllm_python: str, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match="no drafts here"),
         VLLMProcess(vllm_python, options(depth=3, drafter="d"), tmp_path / "log"),

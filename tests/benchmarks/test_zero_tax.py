@@ -1,4 +1,4 @@
-"""What the table of ratios is made of, and that a drafter at depth 0 reads along and drafts nothing."""
+"""Table of ratios, and a drafter at depth 0 that reads without drafting."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_ratios_are_within_a_round_and_vllms_depth_is_against_its_own_plain(tmp_
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
-def test_both_sources_are_told_against_plain_and_against_the_drafter_alone(tmp_path: Path) -> None:
+def test_both_sources_are_compared_with_plain_and_with_the_drafter_alone(tmp_path: Path) -> None:
     round_ = {PLAIN: outcome(100), "auto": outcome(120), SUFFIX: outcome(110), BOTH: outcome(150)}
     rows = rows_of(1, [round_], [])
     ratios = {(row["mode"], row["against"]): row["ratio"]["median"] for row in rows}
@@ -70,7 +70,7 @@ def test_both_sources_are_told_against_plain_and_against_the_drafter_alone(tmp_p
     draw(record(rows), tmp_path / "p.png")
 
 
-def test_so_many_users_ask_at_a_time_and_depth_0_reads_along_without_drafting() -> None:
+def test_concurrency_is_limited_and_depth_0_reads_without_drafting() -> None:
     target = random_target("tiny", torch.float32, torch.device("cpu"))
     config = EngineConfig(max_num_seqs=4, max_model_len=128, memory=2**24)
     engine = Engine(target, random_drafter("tiny", target), config=config)

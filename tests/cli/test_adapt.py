@@ -17,7 +17,7 @@ from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.cli.adapt import adapt
 from eyas.cli.stop import StopRequest
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
-from eyas.train.adaptation.outcome import MAX_LOSS
+from eyas.train.adaptation.judge import MAX_LOSS
 from eyas.train.adaptation.recipe import AdaptationSettings
 from eyas.train.recipe_file import load_recipe
 

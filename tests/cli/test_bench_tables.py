@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.draft_counts import DraftCounts, draft_counts_of_event, pooled
+from eyas.bench.counters import DraftCounts, draft_counts_of_event, pooled
 from eyas.bench.measures import draft_counts_json
-from eyas.cli.bench_tables import print_bench
+from eyas.cli.bench import print_bench
 
 SPREAD = {"median": 2.0, "low": 1.0, "high": 3.0, "all": [1.0, 2.0, 3.0]}
 TAIL = {"count": 1, "mean": 1.0, "p50": 1.0, "p90": 1.0, "p95": 1.0, "p99": 1.0}

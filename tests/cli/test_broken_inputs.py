@@ -349,7 +349,7 @@ def test_convert_refuses_a_broken_drafter(run: Run, save: Save, name: str, tmp_p
     broken = save(inside=tmp_path, **made)
     damage(broken)
     before = contents(tmp_path)
-    run("convert", broken, tmp_path / "deep" / "out", "--to", "vllm").assert_refused(str(broken), *parts)
+    run("convert", broken, "--out", tmp_path / "deep" / "out", "--to", "vllm").assert_refused(str(broken), *parts)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == [broken.name]
 
@@ -376,7 +376,7 @@ def test_check_finds_a_broken_drafter(run: Run, save: Save, name: str, tmp_path:
 def test_the_same_drafters_unbroken_are_taken(run: Run, save: Save, tmp_path: Path, made: dict[str, Any]) -> None:
     folder = save(**made)
     assert run("check", folder).code == 0
-    assert run("convert", folder, tmp_path / "out", "--to", "vllm").code == 0
+    assert run("convert", folder, "--out", tmp_path / "out", "--to", "vllm").code == 0
 
 
 def test_a_prefix_is_named_with_its_fix(run: Run, save: Save) -> None:
@@ -409,7 +409,7 @@ def test_a_source_that_is_no_folder_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "a-file").write_text("text")
-    more = ["out", "--to", "vllm"] if command == "convert" else []
+    more = ["--out", "out", "--to", "vllm"] if command == "convert" else []
     run(command, source, *more).assert_refused(*parts)
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
@@ -473,7 +473,7 @@ def test_convert_refuses_what_the_format_cannot_say(
 ) -> None:
     source = save(**made)
     before = contents(tmp_path)
-    run("convert", source, tmp_path / "deep" / "out", "--to", layout).assert_refused(*parts)
+    run("convert", source, "--out", tmp_path / "deep" / "out", "--to", layout).assert_refused(*parts)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
@@ -488,7 +488,7 @@ def test_convert_names_a_destination_that_cannot_be(
     source = save()
     (tmp_path / "a-file").write_text("text")
     before = contents(tmp_path)
-    outcome = run("convert", source, tmp_path / destination, "--to", "vllm")
+    outcome = run("convert", source, "--out", tmp_path / destination, "--to", "vllm")
     outcome.assert_refused(destination, "cannot write", reason, "choose another destination")
     assert contents(tmp_path) == before
 
@@ -502,7 +502,7 @@ def test_convert_names_a_parent_that_cannot_be_written(
     source = save()
     before = contents(tmp_path)
     monkeypatch.setattr(tempfile, "mkdtemp", forbidden)
-    outcome = run("convert", source, tmp_path / "deep" / "out", "--to", "vllm")
+    outcome = run("convert", source, "--out", tmp_path / "deep" / "out", "--to", "vllm")
     outcome.assert_refused("deep/out", "Permission denied", "choose another destination")
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
@@ -519,7 +519,7 @@ def test_a_full_disk_leaves_nothing_behind(save: Save, tmp_path: Path, contents:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "from eyas.cli.app import main; main()"
     )
-    arguments = ["convert", str(source), str(destination), "--to", "sglang"]
+    arguments = ["convert", str(source), "--out", str(destination), "--to", "sglang"]
     done = subprocess.run([sys.executable, "-B", "-c", script, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr

@@ -18,7 +18,7 @@ from eyas.data.conversations import Conversation
 from eyas.evaluate.prompts import Prompt
 from eyas.serve.builders.answer_reader import AnswerReader
 from eyas.target.model import Target
-from eyas.target.tokenizer import load_tokenizer
+from eyas.target.text import load_tokenizer
 from tiny import AUX_IDS, target_config
 
 Run = Callable[..., Any]
@@ -111,7 +111,7 @@ def test_a_base_model_goes_from_training_to_its_examination(
     assert measured.code == 0, measured
     (group,) = json.loads(measured.out)["groups"]
     assert [one["tokens"] for one in group["asked"]] == [1 + len(text) for text in PROMPTS]  # a BOS before each
-    options += ["--prompts", asked, "--depth", 3, "--case-prompts", 1, "--length", 60, "--no-diagnosis"]
+    options += [asked, "--depth", 3, "--case-prompts", 1, "--length", 60, "--no-diagnosis"]
     examined = run("doctor", *options, "--json")
     assert examined.code == 0, examined
     cases = {case["name"]: case for case in json.loads(examined.out)["cases"]}
@@ -132,7 +132,7 @@ def test_without_a_template_the_ways_out_are_named(
     drafter = save(vocab_size=264, draft_vocab_size=264)
     arguments = {
         "eval": ["eval", asked, "--target", base, "--drafter", drafter],
-        "doctor": ["doctor", "--prompts", asked, "--target", base, "--drafter", drafter],
+        "doctor": ["doctor", asked, "--target", base, "--drafter", drafter],
         "generate": ["generate", "Hi", "--target", base],
         "show": ["data", "show", answered, "--target", base],
         "train": ["train", recipe(base, answered, tmp_path)],

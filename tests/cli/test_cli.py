@@ -56,7 +56,7 @@ def test_no_command_prints_the_help(run: Run) -> None:
 
 COMMANDS = [
     *("demo", "generate", "serve", "plan", "check", "convert", "fetch", "train", "eval", "doctor"),
-    *("bench", "bench compare", "data", "data answer", "data show"),
+    *("bench", "bench compare", "data", "data answer", "data show", "adapt", "export vllm-command"),
 ]
 
 
@@ -87,8 +87,11 @@ def test_options_are_shown_in_groups(run: Run) -> None:
             rows = groups.setdefault(line[:-1], [])
         elif line.startswith("  -"):
             rows.append(line.split()[0])
-    assert groups["Network"][:2] == ["--host", "--port"]
-    assert "--api-key" in groups["Access"]
+    assert list(groups)[:2] == ["Arguments", "Common"]
+    assert groups["Common"][:4] == ["--speculative-config", "--host", "--port", "--api-key"]
+    assert len(groups["Common"]) == 10
+    assert groups["Network"][:2] == ["--ssl-certfile", "--ssl-keyfile"]
+    assert "--admin-key" in groups["Access"]
     assert groups["Options"] == ["-V,", "-h,"]  # nothing else is without a group
     assert list(groups)[-1] == "Options"
 
@@ -106,10 +109,10 @@ def test_a_flag_is_not_shown_as_if_it_took_a_value(run: Run) -> None:
         (["check"], "drafter"),
         (["check", "a", "--nonsense"], "--nonsense"),
         (["check", "a", "b"], "b"),
-        (["convert", "a", "b"], "--to"),
-        (["convert", "a", "b", "--quantize", "int4"], "'none', 'int8', 'fp8'"),
-        (["convert", "a", "b", "--to", "gguf"], "'vllm', 'sglang', 'speculators'"),
-        (["convert", "a", "b", "--to", "vllm", "--from", "gguf"], "'vllm', 'sglang', 'speculators'"),
+        (["convert", "a", "--out", "b"], "--to"),
+        (["convert", "a", "--out", "b", "--quantize", "int4"], "'none', 'int8', 'fp8'"),
+        (["convert", "a", "--out", "b", "--to", "gguf"], "'vllm', 'sglang', 'speculators'"),
+        (["convert", "a", "--out", "b", "--to", "vllm", "--from", "gguf"], "'vllm', 'sglang', 'speculators'"),
         (["generate", "hello", "--depth", "-1"], "--depth"),
         (["generate", "hello", "--max-tokens", "many"], "--max-tokens"),
     ],
@@ -126,7 +129,7 @@ def test_check_says_what_a_drafter_is(run: Run, save: Save) -> None:
     outcome = run("check", folder)
     assert (outcome.code, outcome.err) == (0, "")
     rows = {line.split(maxsplit=1)[0]: line for line in outcome.out.splitlines()}
-    assert f"EAGLE-3.1 (vllm layout), {folder}" in rows["drafter"]
+    assert f"EAGLE-3.1 (vllm format), {folder}" in rows["drafter"]
     assert "1 of width 64" in rows["layers"]
     assert "after layers 1, 2, 3" in rows["layers"]
     assert "32 of 96" in rows["vocabulary"]
@@ -174,28 +177,28 @@ def test_convert_writes_a_drafter_that_checks(
 ) -> None:
     source = save(fc_norm=True, norm_output=True)
     before = contents(source)
-    outcome = run("convert", source, tmp_path / "out", "--to", layout)
+    outcome = run("convert", source, "--out", tmp_path / "out", "--to", layout)
     assert outcome.code == 0
     assert ("--target" in outcome.err) == (layout == "speculators")
     assert outcome.out == f"EAGLE-3.1 drafter, vllm -> {layout}: {tmp_path / 'out'}\n"
     assert contents(source) == before
     assert {path.name for path in tmp_path.iterdir()} == {"drafter", "out"}
-    assert f"EAGLE-3.1 ({layout} layout)" in run("check", tmp_path / "out").out
+    assert f"EAGLE-3.1 ({layout} format)" in run("check", tmp_path / "out").out
 
 
 def test_a_speculators_export_names_the_target_it_is_told(run: Run, save: Save, tmp_path: Path) -> None:
-    outcome = run("convert", save(), tmp_path / "out", "--to", "speculators", "--target", "org/model")
+    outcome = run("convert", save(), "--out", tmp_path / "out", "--to", "speculators", "--target", "org/model")
     assert (outcome.code, outcome.err) == (0, "")
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "org/model"
-    assert run("convert", tmp_path / "out", tmp_path / "again", "--to", "vllm").code == 0
-    again = run("convert", tmp_path / "again", tmp_path / "back", "--to", "speculators")
+    assert run("convert", tmp_path / "out", "--out", tmp_path / "again", "--to", "vllm").code == 0
+    again = run("convert", tmp_path / "again", "--out", tmp_path / "back", "--to", "speculators")
     assert (again.code, again.err) == (0, "")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == raw
 
 
 def test_a_target_is_refused_where_the_format_cannot_name_one(run: Run, save: Save, tmp_path: Path) -> None:
-    outcome = run("convert", save(), tmp_path / "out", "--to", "vllm", "--target", "org/model")
+    outcome = run("convert", save(), "--out", tmp_path / "out", "--to", "vllm", "--target", "org/model")
     assert outcome.code == 2
     assert "org/model" in outcome.err
     assert not (tmp_path / "out").exists()
@@ -203,7 +206,7 @@ def test_a_target_is_refused_where_the_format_cannot_name_one(run: Run, save: Sa
 
 def test_convert_quantises_and_back(run: Run, save: Save, tmp_path: Path) -> None:
     source, small, back = save(layout="speculators"), tmp_path / "small", tmp_path / "back"
-    outcome = run("convert", source, small, "--quantize", "int8")
+    outcome = run("convert", source, "--out", small, "--quantize", "int8")
     assert outcome.code == 0
     assert "speculators -> speculators, int8 (compressed-tensors)" in outcome.out, "the format stays unless told"
     assert "MB of weights instead of" in outcome.out
@@ -211,14 +214,18 @@ def test_convert_quantises_and_back(run: Run, save: Save, tmp_path: Path) -> Non
     assert outcome.code == 0
     assert "int8 (compressed-tensors)" in outcome.out
     assert json.loads(run("check", small, "--json").out)["quantization"] == "int8 (compressed-tensors)"
-    assert run("convert", small, back, "--quantize", "none", "--to", "sglang").code == 0
+    assert run("convert", small, "--out", back, "--quantize", "none", "--to", "sglang").code == 0
     assert "float32" in run("check", back).out
     again = tmp_path / "again"
-    run("convert", small, again, "--quantize", "fp8").assert_refused("quantised already", "leave --quantize out")
-    run("convert", source, again, "--quantize", "int8", "--to", "sglang").assert_refused("SGLang", "--quantize none")
-    run("convert", source, again, "--quantize", "none").assert_refused("not quantised")
-    run("convert", source, again, "--quantize", "int8", "--target", "t").assert_refused("--to speculators")
-    run("convert", source, again).assert_refused("nothing to convert", "--to", "--quantize")
+    run("convert", small, "--out", again, "--quantize", "fp8").assert_refused(
+        "quantised already", "leave --quantize out"
+    )
+    run("convert", source, "--out", again, "--quantize", "int8", "--to", "sglang").assert_refused(
+        "SGLang", "--quantize none"
+    )
+    run("convert", source, "--out", again, "--quantize", "none").assert_refused("not quantised")
+    run("convert", source, "--out", again, "--quantize", "int8", "--target", "t").assert_refused("--to speculators")
+    run("convert", source, "--out", again).assert_refused("nothing to convert", "--to", "--quantize")
     assert not again.exists()
 
 
@@ -230,7 +237,7 @@ def test_convert_takes_the_sources_format_from_the_user(run: Run, save: Save, tm
     ids = []
     for number, extra in enumerate(([], ["--from", "sglang"])):
         out = tmp_path / f"out{number}"
-        assert run("convert", source, out, "--to", "vllm", *extra).code == 0
+        assert run("convert", source, "--out", out, "--to", "vllm", *extra).code == 0
         ids.append(json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"])
     assert ids == [[1, 2, 3], [2, 3, 4]]
 
@@ -240,9 +247,9 @@ def test_convert_replaces_a_destination_only_by_force(
 ) -> None:
     source, old = save(fc_norm=True), save("old")
     before = contents(old)
-    run("convert", source, old, "--to", "vllm").assert_refused(str(old), "exists", "--force")
+    run("convert", source, "--out", old, "--to", "vllm").assert_refused(str(old), "exists", "--force")
     assert contents(old) == before
-    assert run("convert", source, old, "--to", "vllm", "--force").code == 0
+    assert run("convert", source, "--out", old, "--to", "vllm", "--force").code == 0
     assert contents(old) == contents(source)
     assert {path.name for path in tmp_path.iterdir()} == {"drafter", "old"}
 
@@ -254,7 +261,7 @@ def test_convert_never_writes_into_its_source(
 ) -> None:
     source = save()
     before = contents(source)
-    outcome = run("convert", source, source / inside, "--to", "sglang", *force)
+    outcome = run("convert", source, "--out", source / inside, "--to", "sglang", *force)
     outcome.assert_refused("lies in the source", "choose a destination outside")
     assert contents(source) == before
 
@@ -265,7 +272,7 @@ def test_convert_never_replaces_a_folder_that_holds_its_source(
 ) -> None:
     source = save("outer/inner")
     before = contents(tmp_path)
-    outcome = run("convert", source, tmp_path / "outer", "--to", "sglang", *force)
+    outcome = run("convert", source, "--out", tmp_path / "outer", "--to", "sglang", *force)
     outcome.assert_refused("holds the source", "choose another")
     assert contents(tmp_path) == before
 
@@ -274,7 +281,7 @@ def test_convert_through_a_link_to_the_source_is_refused(run: Run, save: Save, t
     source = save()
     link = tmp_path / "link"
     link.symlink_to(source)
-    run("convert", source, link, "--to", "sglang", "--force").assert_refused("lies in the source")
+    run("convert", source, "--out", link, "--to", "sglang", "--force").assert_refused("lies in the source")
     assert link.is_symlink()
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from eyas.engine.engine import Engine
-from eyas.sampling import Sampling
-from eyas.target.fingerprint import fingerprint
 from eyas.target.model import Target
+from eyas.target.parts import fingerprint
 from oracle.plain import generate_plainly
 
 pytestmark = pytest.mark.default
@@ -49,9 +48,7 @@ def test_the_targets_answers_are_written_and_gone_on_with(
     for number, row in found.items():
         asked, answered = row["messages"]
         assert (asked, row["category"]) == ({"role": "user", "content": PROMPTS[number]}, "qa")
-        ids = generate_plainly(
-            default_target, default_target.encode_chat([asked]), sampling=Sampling(), max_new_tokens=8
-        )
+        ids = generate_plainly(default_target, default_target.encode_chat([asked]), max_new_tokens=8)
         assert answered == {"role": "assistant", "content": default_target.decode(ids)}
         assert row["finished"] == (ids[-1] in default_target.stop_ids())
         assert row["samples"] == [{"prompt_token_ids": default_target.encode_chat([asked]), "token_ids": list(ids)}]

@@ -39,15 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, *more: object) -> list[object]:
-    given: list[object] = ["doctor", "--target", folder / "target", "--drafter", folder / "eagle31"]
-    given += ["--prompts", folder / "prompts.jsonl", "--max-tokens", 8, "--depth", 4, "--case-prompts", 2]
+    given: list[object] = ["doctor", folder / "prompts.jsonl", "--target", folder / "target"]
+    given += ["--drafter", folder / "eagle31", "--max-tokens", 8, "--depth", 4, "--case-prompts", 2]
     return [*given, "--length", 60, "--dtype", "float32", "--device", "cpu", *more]
 
 
 @pytest.mark.slow
 def test_a_whole_examination_is_told_and_written(folder: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "report"
-    outcome = run(*words(folder, "--against", folder / "eagle3", "--out", out, "--require", "length@3>=1"))
+    outcome = run(*words(folder, "--drafter", folder / "eagle3", "--out", out, "--require", "length@3>=1"))
     assert outcome.code == 0, outcome
     for part in (
         "eagle31 (EAGLE-3.1): 3 prompts",
@@ -119,14 +119,14 @@ def test_an_interruption_keeps_what_was_measured(
 
 def test_what_cannot_be_examined_is_refused_at_once(folder: Path, tmp_path: Path, run: Run) -> None:
     run(*words(folder, "--require", "lenght@3>=2")).assert_refused("did you mean 'length'?")
-    run(*words(folder, "--against", folder / "eagle31")).assert_refused("is the drafter itself")
-    run(*words(folder, "--prompts", tmp_path / "none.jsonl")).assert_refused("none.jsonl")
+    run(*words(folder, "--drafter", folder / "eagle31")).assert_refused("eagle31 is given twice")
+    run(*words(folder, tmp_path / "none.jsonl")).assert_refused("none.jsonl")
     run(*words(folder, "--filler", tmp_path / "none.txt")).assert_refused("cannot read", "none.txt")
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     run(*words(folder, "--filler", empty)).assert_refused("holds no text")
     other = tiny.random_drafter(tiny.drafter_config(), own_embedding=False)
     write_checkpoint(checkpoint_of(other), tmp_path / "other")
-    outcome = run(*words(folder, "--against", tmp_path / "other"))
+    outcome = run(*words(folder, "--drafter", tmp_path / "other"))
     assert outcome.code == 2
     assert "vocabulary 96" in outcome.err

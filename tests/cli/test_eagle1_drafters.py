@@ -54,7 +54,7 @@ def test_it_is_told_what_it_is(run: Run, published: Path, target: Path) -> None:
     outcome = run("check", published, "--target", target)
     assert outcome.code == 0
     said = dict(line.split(None, 1) for line in outcome.out.splitlines())
-    assert said["drafter"].startswith("EAGLE-1/2 (vllm layout)")
+    assert said["drafter"].startswith("EAGLE-1/2 (vllm format)")
     assert "behind the target's last norm" in said["layers"]
     assert said["flags"] == "bias of fc no; fc_norm, norm_output, norm_before_fc, norm_before_residual do not apply"
     assert said["from"].split() == ["target", "head"]
@@ -62,11 +62,15 @@ def test_it_is_told_what_it_is(run: Run, published: Path, target: Path) -> None:
 
 
 def test_it_is_converted_from_the_published_files(run: Run, published: Path, tmp_path: Path) -> None:
-    outcome = run("convert", published, tmp_path / "out", "--to", "vllm")
+    outcome = run("convert", published, "--out", tmp_path / "out", "--to", "vllm")
     assert (outcome.code, outcome.out) == (0, f"EAGLE-1/2 drafter, vllm -> vllm: {tmp_path / 'out'}\n")
     assert run("check", tmp_path / "out").code == 0
-    run("convert", published, tmp_path / "no", "--to", "speculators").assert_refused("EAGLE-1", "use --to vllm")
-    run("convert", published, tmp_path / "no", "--to", "vllm", "--quantize", "int8").assert_refused("in 8 bits")
+    run("convert", published, "--out", tmp_path / "no", "--to", "speculators").assert_refused(
+        "EAGLE-1", "use --to vllm"
+    )
+    run("convert", published, "--out", tmp_path / "no", "--to", "vllm", "--quantize", "int8").assert_refused(
+        "in 8 bits"
+    )
 
 
 def test_a_plan_counts_it_and_names_its_method(run: Run, for_default: Path) -> None:

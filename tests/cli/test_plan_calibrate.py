@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from chat_tokenizer import letter_tokenizer
 from each import each
-from eyas.cli import plan_calibrate
-from eyas.cli.plan_calibrate import TimedSteps, measure
+from eyas.bench import step_times
+from eyas.bench.step_times import TimedSteps, measure
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.plan.measured import read_measured
@@ -51,9 +51,9 @@ def test_steps_of_all_users_are_counted_and_nothing_is_left_behind(users: int, d
 
 @pytest.mark.default
 def test_a_plan_is_calibrated_on_this_machine(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_calibrate, "SECONDS", 1.0)
-    monkeypatch.setattr(plan_calibrate, "ROUNDS", 1)
-    monkeypatch.setattr(plan_calibrate, "DEPTHS", {1: (0, 2), 2: (0, 2)})
+    monkeypatch.setattr(step_times, "SECONDS", 1.0)
+    monkeypatch.setattr(step_times, "ROUNDS", 1)
+    monkeypatch.setattr(step_times, "DEPTHS", {1: (0, 2), 2: (0, 2)})
     out = tmp_path / "measured.json"
     outcome = run("plan", "--calibrate", out, "--quantization", "float32", "--users", 1, "--depth", 2, "--json")
     assert outcome.code == 0, outcome

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from eyas.cli.progress import ProgressDisplay
+from eyas.cli.terminal import ProgressDisplay
 
 
 class Clock:

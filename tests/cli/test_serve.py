@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 from each import each
-from eyas.cli.speculative_config import read_speculative_config
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
+from eyas.serve.speculative_config import read_speculative_config
 
 Run = Callable[..., Any]
 

@@ -62,7 +62,7 @@ def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
     """Put something else in the place of the training itself."""
 
     def put(fake: Fake) -> None:
-        monkeypatch.setattr("eyas.cli.train._open_target", lambda *_: nullcontext((None, None, dict)))
+        monkeypatch.setattr("eyas.train.load_target.open_training_target", lambda *_: nullcontext((None, None, dict)))
         monkeypatch.setattr("eyas.train.run.run", fake)
 
     return put

@@ -95,7 +95,7 @@ def test_a_target_with_windows_goes_from_a_file_to_a_server(
     assert json.loads(outcome.out)["whole"]
 
     few = ["--case-prompts", 1, "--context-prompts", 1]
-    outcome = run("doctor", "--prompts", "prompts.jsonl", *words, "--depth", 3, "--length", 300, "--limit", 2, *few)
+    outcome = run("doctor", "prompts.jsonl", *words, "--depth", 3, "--length", 300, "--limit", 2, *few)
     assert outcome.code == 0, outcome
     speculation = json.dumps({"model": drafter, "method": "eagle3", "num_speculative_tokens": 3})
     outcome = run("serve", TARGET, *loading, "--speculative-config", speculation, "--check", "--port", 0)

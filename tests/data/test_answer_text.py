@@ -1,10 +1,10 @@
-"""What the target says behind a prompt, for the ways in which templates open, render and rewrite turns."""
+"""Generated text of answers, for templates that open, render and rewrite turns in different ways."""
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chat_tokenizer import CHATML
+from chat_tokenizer import CHATML, chat_tokenizer
 from each import each
 from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation, Message
@@ -129,19 +129,13 @@ NEEDS_TOOLS = "{% for tool in tools %}{{ tool }}{% endfor %}" + CHATML
 
 
 def tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>")
+    return chat_tokenizer(template, special=SPECIAL)
 
 
 def said(
     template: str, *messages: Message, finished: bool = True, stops: tuple[str, ...] = STOPS, **variables: object
 ) -> list[tuple[str, str]]:
-    """The end of each prompt, and what is said behind it."""
+    """The end of each prompt, and the generated text."""
     chosen = tokenizer(template)
     encoder = ChatEncoder(chosen, chosen.convert_tokens_to_ids(list(stops)), variables=variables)
     conversation = Conversation(messages=messages, where="f:1", finished=finished)
@@ -197,7 +191,7 @@ def said(
         (CHATML, {}, {**A, "content": " Hello\n"}, "assistant\n", " Hello\n"),
     ],
 )
-def test_an_answer_is_what_the_target_says_behind_its_prompt(
+def test_an_answer_is_the_generated_text_after_its_prompt(
     template: str, variables: dict[str, object], message: Message, prompt: str, answer: str
 ) -> None:
     assert said(template, Q, message, **variables) == [(prompt, answer + END)]
@@ -242,7 +236,7 @@ def test_an_answer_is_what_the_target_says_behind_its_prompt(
         (CHATML, [Q, CALL, RESULT, A], [f"Hello{END}"]),  # nobody knows how it would have called
     ],
 )
-def test_channels_calls_and_ends_are_said_as_the_template_has_them(
+def test_channels_calls_and_ends_follow_the_template(
     template: str, messages: list[Message], answers: list[str]
 ) -> None:
     assert [answer for _, answer in said(template, *messages)] == answers
@@ -261,13 +255,13 @@ def test_channels_calls_and_ends_are_said_as_the_template_has_them(
         (WRAPPED, A, "<|START_TEXT|>Hello"),
     ],
 )
-def test_behind_an_answer_that_a_length_ended_nothing_is_said(template: str, message: Message, answer: str) -> None:
+def test_an_answer_cut_by_a_length_limit_ends_there(template: str, message: Message, answer: str) -> None:
     assert [text for _, text in said(template, Q, message, finished=False)] == [answer]
 
 
 @each("reasoning", ["\nHm\n", "Hm", "Hm\n"])
 @each("content", ["\n\nHello", "Hello"])
-def test_blanks_that_a_parser_left_at_the_seams_count_once(reasoning: str, content: str) -> None:
+def test_whitespace_at_the_seams_counts_once(reasoning: str, content: str) -> None:
     message = {"role": "assistant", "content": content, "reasoning": reasoning}
     assert said(QWEN_LIKE, Q, message) == [("assistant\n", f"<think>\nHm\n</think>\n\nHello{END}")]
     assert said(ALWAYS_OPEN, Q, message) == [("assistant\n<think>\n", f"Hm\n</think>\n\nHello{END}")]
@@ -294,11 +288,11 @@ def test_an_empty_answer_is_its_stop_token() -> None:
         assert said(template, Q, {**A, "content": ""})[0][1] == END
 
 
-def test_an_end_that_nobody_names_as_a_stop_token_ends_the_answer() -> None:
+def test_a_special_token_outside_the_stop_tokens_ends_the_answer() -> None:
     assert said(CHATML, Q, A, stops=("</s>",)) == [("assistant\n", f"Hello{END}")]
 
 
-def test_arguments_of_the_record_go_over_those_of_the_run() -> None:
+def test_arguments_of_the_record_override_those_of_the_run() -> None:
     chosen = tokenizer(QWEN_LIKE)
     encoder = ChatEncoder(chosen, [], variables={"enable_thinking": False})
     own = Conversation(messages=(Q, A), where="f:1", chat_template_kwargs={"enable_thinking": True})
@@ -306,7 +300,7 @@ def test_arguments_of_the_record_go_over_those_of_the_run() -> None:
     assert ["</think>" in str(chosen.decode(prompt)) for prompt in prompts] == [False, True]
 
 
-def test_an_argument_that_is_not_the_templates_to_choose_is_refused() -> None:
+def test_an_argument_of_the_renderer_is_refused() -> None:
     conversation = Conversation(messages=(Q, A), where="f:1", chat_template_kwargs={"tokenize": True})
     with pytest.raises(UserError, match=r"f:1: .*'tokenize'"):
         ChatEncoder(tokenizer(CHATML), []).encode(conversation)
@@ -325,12 +319,12 @@ def test_an_argument_that_is_not_the_templates_to_choose_is_refused() -> None:
         "{% if %}",
     ],
 )
-def test_whatever_a_template_raises_is_said_with_the_record(template: str) -> None:
+def test_errors_of_a_template_name_the_record(template: str) -> None:
     with pytest.raises(UserError, match=r"^f:1: the chat template refuses this conversation \(.+\)"):
         said(template, Q, CALL, RESULT, A)
 
 
-def test_the_space_that_a_tokenizer_puts_before_a_text_is_not_said() -> None:
+def test_the_space_that_a_tokenizer_prepends_is_not_in_the_answer() -> None:
     vocab = {token: i for i, token in enumerate(["</s>", "▁", "▁Hi", "Hi", "▁you", "[", "]"])}
     backend = Tokenizer(models.BPE(vocab=vocab | {c: 7 + i for i, c in enumerate("HiyouXx")}, merges=[]))
     backend.normalizer = normalizers.Replace(" ", "▁")

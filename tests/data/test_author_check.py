@@ -1,4 +1,4 @@
-"""A drafter is trained on answers of its own target, whatever that is called."""
+"""A drafter is trained on answers of its own target, by fingerprint or name."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_names_decide_where_weights_are_unknown(name: str) -> None:
         CHECK(replace(served, author="Qwen/Qwen3-4B"))
 
 
-def test_conversations_of_nobody_in_particular_pass() -> None:
+def test_conversations_without_an_author_pass() -> None:
     for given in (
         replace(OURS, author=None, author_fingerprint=None),
         replace(OURS, author="a column that is called target", author_fingerprint=None, samples=()),
@@ -48,7 +48,7 @@ def test_conversations_of_nobody_in_particular_pass() -> None:
 
 
 @each("sample", [Sample(prompt_ids=(10,), answer_ids=(1,)), Sample(prompt_ids=(1,), answer_ids=(10,))])
-def test_tokens_beyond_the_vocabulary_are_refused_whoever_is_allowed(sample: Sample) -> None:
+def test_tokens_outside_the_vocabulary_are_always_refused(sample: Sample) -> None:
     foreign = replace(OURS, samples=(*OURS.samples, sample))
     for check in (CHECK, replace(CHECK, allow_others=True)):
         with pytest.raises(UserError, match="a sample has token 10 and models/Qwen3-8B knows 0 to 9"):

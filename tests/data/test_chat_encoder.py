@@ -1,10 +1,9 @@
 """The mask marks what the target would generate: every assistant turn with its closing token, nothing else."""
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chat_tokenizer import CHATML, masked_runs
+from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
 from each import each
 from eyas.data.chat_encoder import ChatEncoder, Encoded, merge
 from eyas.data.conversations import Conversation, Message, Sample
@@ -33,15 +32,8 @@ FORGETS_THINKING = (
 
 
 def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """One token per byte, and one pair that merges across the end of an opening: a newline and an 'x'."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    newline = "Ċ"
-    vocab = {letter: i for i, letter in enumerate([*letters, f"{newline}x"])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[(newline, "x")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>")
+    """A pair merges across the end of an opening: a newline and an 'x'."""
+    return chat_tokenizer(template, special=SPECIAL, merges=[("Ċ", "x")])
 
 
 def encode_rows(
@@ -54,7 +46,7 @@ def encode_rows(
 
 
 def encode(template: str, messages: list[Message], *, finished: bool = True) -> tuple[PreTrainedTokenizerFast, Encoded]:
-    """The one row that a template makes which leaves earlier turns as they are."""
+    """The only row, for a template that keeps earlier turns."""
     chosen, (row,) = encode_rows(template, messages, finished=finished)
     return chosen, row
 
@@ -117,7 +109,7 @@ def test_an_answer_is_tokenised_apart_from_its_prompt() -> None:
     assert masked_runs(chosen, encoded) == ["xy<|im_end|>"]
 
 
-def test_an_answer_that_later_prompts_tokenise_otherwise_has_a_row_of_its_own() -> None:
+def test_an_answer_that_later_prompts_tokenise_differently_has_its_own_row() -> None:
     chosen, rows = encode_rows(CHATML, turns("Hi", "xy", "And?", "Bye"))
     assert [masked_runs(chosen, row) for row in rows] == [["xy<|im_end|>"], ["Bye<|im_end|>"]]
 
@@ -126,7 +118,7 @@ def test_a_conversation_without_answers_has_no_rows() -> None:
     assert encode_rows(CHATML, turns("Hi"))[1] == ()
 
 
-def test_a_template_that_forgets_earlier_thinking_makes_a_row_of_every_answer() -> None:
+def test_a_template_that_drops_earlier_thinking_makes_a_row_of_every_answer() -> None:
     chosen, encoded = encode(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello"))
     assert masked_runs(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
     chosen, rows = encode_rows(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello", "And?", "Bye"))
@@ -140,7 +132,7 @@ def test_a_tokenizer_without_a_template_is_refused_where_it_is_needed() -> None:
         ChatEncoder(tokenizer(None), []).encode(conversation)
 
 
-def test_tokens_that_a_record_keeps_are_used_as_they_are_without_any_template() -> None:
+def test_token_ids_of_a_record_are_used_without_a_template() -> None:
     said = Sample(prompt_ids=(5, 6), answer_ids=(7, 8))
     conversation = Conversation(messages=tuple(turns("Hi", "Hello")), where="f:1", samples=(said,), finished=False)
     rows = ChatEncoder(tokenizer(None), []).encode(conversation)
@@ -165,6 +157,6 @@ def test_a_row_is_shortened_by_whole_answers() -> None:
     assert row.shortened(2) is None
 
 
-def test_what_the_template_refuses_is_said_with_its_line() -> None:
+def test_a_refusal_of_the_template_names_the_line() -> None:
     with pytest.raises(UserError, match=r"f:1: .*no such order"):
         encode("{{ raise_exception('no such order') }}", turns("Hi", "Hello"))

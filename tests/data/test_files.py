@@ -1,4 +1,4 @@
-"""Files as they lie around give the same conversations; what is bad in them is skipped, counted and named."""
+"""Files of every format give the same conversations; bad records are skipped, counted and named."""
 
 import gzip
 import json
@@ -157,7 +157,7 @@ def test_bad_lines_are_skipped_counted_by_reason_and_named(tmp_path: Path) -> No
     assert bad.examples["not JSON"][0].startswith(f"{tmp_path}/a.jsonl:4: ")
 
 
-def test_bytes_that_are_no_text_cost_an_array_one_record(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_cost_an_array_one_record(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(json.dumps(ROWS).encode().replace(b"Say 7", b"Say \xff"))
     bad = BadRecords()
     assert len(questions(tmp_path / "a.json", bad)) == 39
@@ -195,7 +195,7 @@ def test_folders_of_datasets_are_read_in_their_order(tmp_path: Path) -> None:
     assert questions(tmp_path / "saved") == EXPECTED
 
 
-def test_of_several_splits_the_one_for_training_is_read_and_the_others_are_named(
+def test_of_several_splits_the_train_split_is_read_and_the_others_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for split in ("train", "test"):
@@ -242,7 +242,7 @@ def test_globs_and_folders_stand_for_their_files(tmp_path: Path) -> None:
         expand_files([tmp_path / "empty"])
 
 
-def test_what_says_how_a_file_of_a_folder_was_made_is_no_data(tmp_path: Path) -> None:
+def test_descriptions_beside_files_are_no_data(tmp_path: Path) -> None:
     for name in ("answers.jsonl", "other.json"):
         (tmp_path / name).write_bytes(LINES)
     (tmp_path / "answers.jsonl.json").write_text('{"seed": 0}')
@@ -252,7 +252,7 @@ def test_what_says_how_a_file_of_a_folder_was_made_is_no_data(tmp_path: Path) ->
 
 
 @each("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow"])
-def test_how_far_it_is_grows_to_all_bytes(tmp_path: Path, name: str) -> None:
+def test_progress_grows_to_all_bytes(tmp_path: Path, name: str) -> None:
     rows = ROWS * 50
     path = tmp_path / name
     if name.endswith("parquet"):

@@ -19,7 +19,7 @@ def index() -> PromptIndex:
     return pickle.loads(pickle.dumps(made))  # type: ignore[no-any-return]
 
 
-def test_the_same_words_are_found_however_they_are_set() -> None:
+def test_prompts_are_found_despite_case_and_punctuation() -> None:
     assert index().find(asked("name  a bird!")) == {0: Overlap.exact}
     assert index().find(asked(PROMPT.upper())) == {1: Overlap.exact}
 

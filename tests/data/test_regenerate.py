@@ -23,7 +23,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 class Echo:
-    """Answers two at a time, the later first, with the last message in capitals; counts what it saw."""
+    """Answers two at a time, the later first, with the last message in capitals; records the questions."""
 
     def __init__(self, *, dies_after: int | None = None, lucky: bool = True) -> None:
         self.asked: list[ChatPrompt] = []
@@ -65,7 +65,7 @@ class Echo:
 
 
 def conversation(*turns: str, category: str | None = None) -> Conversation:
-    """User turns, with `a:` an assistant's, with `s:` a system prompt, with `t:` a tool's."""
+    """User turns; with the prefix `a:` an assistant's, `s:` a system prompt, `t:` a tool's."""
     roles = {"a:": "assistant", "s:": "system", "t:": "tool"}
     messages = tuple({"role": roles.get(t[:2], "user"), "content": t[2:] if t[:2] in roles else t} for t in turns)
     return Conversation(messages=messages, where="f", category=category)
@@ -81,7 +81,7 @@ def texts(row: dict[str, Any]) -> list[str]:
     return [message["content"] for message in row["messages"]]
 
 
-def test_old_answers_are_made_anew_turn_by_turn_behind_the_new_ones(tmp_path: Path) -> None:
+def test_answers_are_regenerated_turn_by_turn_after_the_new_ones(tmp_path: Path) -> None:
     out, echo = tmp_path / "deep" / "out.jsonl", Echo()
     given = [conversation("s:Be kind.", "hi", "a:old", "more é", "a:older", category="chat"), conversation("one")]
     progress = regenerate(given, echo, out, arguments=ARGUMENTS, author=AUTHOR)
@@ -95,14 +95,14 @@ def test_old_answers_are_made_anew_turn_by_turn_behind_the_new_ones(tmp_path: Pa
     assert [c.finished for c in read_conversations(out)] == [True, True]
 
 
-def test_bare_turns_are_answered_one_after_the_other_and_turns_limits_them(tmp_path: Path) -> None:
+def test_bare_turns_are_answered_in_order_up_to_the_limit(tmp_path: Path) -> None:
     regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "all", arguments=ARGUMENTS, author=AUTHOR)
     regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "two", arguments=ARGUMENTS, author=AUTHOR, turns=2)
     assert texts(rows(tmp_path / "all")[0]) == ["a", "A", "b", "B", "c", "C"]
     assert texts(rows(tmp_path / "two")[0]) == ["a", "A", "b", "B"]
 
 
-def test_an_answer_that_a_length_ended_is_kept_as_unfinished_and_ends_the_conversation(tmp_path: Path) -> None:
+def test_an_answer_cut_by_a_length_limit_is_kept_as_unfinished_and_ends_the_conversation(tmp_path: Path) -> None:
     out = tmp_path / "out"
     progress = regenerate([conversation("hi", "ramble", "more")], Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
     row = rows(out)[0]
@@ -112,7 +112,7 @@ def test_an_answer_that_a_length_ended_is_kept_as_unfinished_and_ends_the_conver
     assert [c.finished for c in read_conversations(out)] == [False]
 
 
-def test_records_keep_what_the_target_read_and_said_turn_by_turn_and_who_it_was(tmp_path: Path) -> None:
+def test_records_keep_token_ids_of_each_turn_and_the_author(tmp_path: Path) -> None:
     out = tmp_path / "out"
     tool = {"type": "function", "function": {"name": "f"}}
     given = replace(
@@ -133,7 +133,7 @@ def test_records_keep_what_the_target_read_and_said_turn_by_turn_and_who_it_was(
     assert progress.longest == len("thinkTHINKéÉponderPONDER")
 
 
-def test_a_tool_call_ends_a_conversation_since_nobody_answers_it(tmp_path: Path) -> None:
+def test_a_tool_call_ends_a_conversation(tmp_path: Path) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
     class Caller(Echo):
@@ -146,7 +146,7 @@ def test_a_tool_call_ends_a_conversation_since_nobody_answers_it(tmp_path: Path)
     assert rows(tmp_path / "out")[0]["messages"][1]["tool_calls"] == [call]
 
 
-def test_what_does_not_fit_or_stays_silent_is_left_out_and_counted_but_earlier_answers_are_kept(tmp_path: Path) -> None:
+def test_unfit_and_empty_answers_are_counted_and_earlier_answers_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     given = [
         conversation("long"),
@@ -172,7 +172,7 @@ GIVEN = [conversation(f"one {i}", f"two {i}") for i in range(9)]
 
 @each("dies_after", [0, 1, 7, 17])
 @each("torn", [0, 1, 30])
-def test_an_interrupted_run_goes_on_without_losing_or_repeating_an_answer(
+def test_an_interrupted_run_continues_without_losing_or_repeating_an_answer(
     tmp_path: Path, dies_after: int, torn: int
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -197,7 +197,7 @@ def test_an_interrupted_run_goes_on_without_losing_or_repeating_an_answer(
     assert idle.asked == []
 
 
-def test_more_of_the_same_input_goes_on(tmp_path: Path) -> None:
+def test_a_longer_input_continues_the_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
     regenerate(GIVEN[:4], Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
     assert regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS, author=AUTHOR).earlier == 4
@@ -252,7 +252,7 @@ def test_two_runs_never_write_one_file(tmp_path: Path) -> None:
     assert sorted(rows(out)) == list(range(9))
 
 
-def test_finished_is_read_where_it_is_given_and_must_be_true_or_false() -> None:
+def test_finished_must_be_true_or_false() -> None:
     assert parse_conversation({"prompt": "Hi"}, "f:1").finished
     assert parse_conversation({"prompt": "Hi", "finished": None}, "f:1").finished
     assert not parse_conversation({"prompt": "Hi", "finished": False}, "f:1").finished
@@ -260,7 +260,7 @@ def test_finished_is_read_where_it_is_given_and_must_be_true_or_false() -> None:
         parse_conversation({"prompt": "Hi", "finished": "no"}, "f:1")
 
 
-def test_what_failed_is_not_written_and_asked_again_by_the_next_run(tmp_path: Path) -> None:
+def test_failed_conversations_are_asked_again_by_the_next_run(tmp_path: Path) -> None:
     asked = [conversation("a"), conversation("b", "unlucky"), conversation("unclear"), conversation("c", "unclear")]
     out = tmp_path / "out"
     first = regenerate(asked, Echo(lucky=False), out, arguments=ARGUMENTS, author=AUTHOR)

@@ -1,4 +1,4 @@
-"""A file that a run goes on with says when it cannot be written, and keeps what was."""
+"""A resumable file reports a full disk and is continued by the next run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def written(out: Path, most: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
 
 
-def test_a_disk_that_is_full_in_the_middle_is_refused_in_words_and_what_was_written_is_gone_on_with(
+def test_a_full_disk_is_an_error_and_the_next_run_continues_the_file(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "answers.jsonl"

@@ -1,4 +1,4 @@
-"""The target is asked for a user's words where its template has them, and what is no prompt is left out."""
+"""The user turn is found in the template, and unusable prompts are left out."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def turn_of(template: str | None, *, system: str | None = None, special: tuple[s
         ("mistral", None, "<s>[INST]", "[/INST]"),
     ],
 )
-def test_a_users_turn_is_where_the_template_has_it(family: str, system: str | None, opening: str, end: str) -> None:
+def test_the_user_turn_is_found_in_the_template(family: str, system: str | None, opening: str, end: str) -> None:
     chosen = FAMILIES[family]
     assert turn_of(chosen.template, system=system, special=chosen.special) == UserTurn(opening=opening, end=end)
 
@@ -54,13 +54,13 @@ def test_a_turn_without_special_tokens_ends_with_what_opens_the_answer() -> None
     assert turn_of("say: {{ messages[0].content }}\n") == UserTurn(opening="say: ", end="")
 
 
-def test_a_token_that_is_added_and_not_special_ends_a_turn_too() -> None:
+def test_an_added_token_ends_a_turn_even_if_it_is_not_special() -> None:
     tokenizer = tokenizer_of("<user>{{ messages[0].content }}<answer><think>")
     tokenizer.add_tokens([AddedToken("<answer>", special=False)])
     assert UserTurn.of(tokenizer, "t", ChatFormat(), None) == UserTurn(opening="<user>", end="<answer>")
 
 
-def test_an_opening_is_written_as_it_is() -> None:
+def test_an_opening_is_rendered_verbatim() -> None:
     tokenizer = tokenizer_of(VERBATIM.template)
     asked = [{"role": "user", "content": TURN.opening}]
     assert render_chat(tokenizer, asked, None, ChatTemplateOptions()) == TURN.opening
@@ -75,13 +75,13 @@ def test_an_opening_is_written_as_it_is() -> None:
         ("{% if messages|length > 1 %}{{ raise_exception('no system') }}{% endif %}x", "s", "no system.*--system"),
     ],
 )
-def test_a_template_that_leaves_no_place_is_refused(template: str | None, system: str | None, told: str) -> None:
+def test_a_template_without_a_user_turn_is_refused(template: str | None, system: str | None, told: str) -> None:
     with pytest.raises(UserError, match=told):
         turn_of(template, system=system)
 
 
 class Script:
-    """Says what it is told to say, the last first; None fails, and what ends in ... is cut."""
+    """Answers by a script, the last first; None fails, and a line that ends in ... is cut."""
 
     def __init__(self, *lines: str | None) -> None:
         self.lines = lines
@@ -122,7 +122,7 @@ def asked_for(out: Path, script: Script, count: int, seed: int = 0) -> PromptCou
     )
 
 
-def test_what_is_no_prompt_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_unusable_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "prompts.jsonl"
     script = Script("Why é?\n", "and then...", " ?! ", "a <think> b", "half \N{REPLACEMENT CHARACTER}", "why É", None)
     script.lines += ("what", f"count: {LONG.upper()}, and on")
@@ -136,7 +136,7 @@ def test_what_is_no_prompt_is_left_out_and_counted(tmp_path: Path) -> None:
     assert read.messages == ({"role": "user", "content": "why É"},)
 
 
-def test_a_second_run_asks_for_what_is_missing_and_a_larger_count_adds(tmp_path: Path) -> None:
+def test_a_second_run_adds_missing_prompts(tmp_path: Path) -> None:
     out = tmp_path / "prompts.jsonl"
     assert asked_for(out, Script("one", None, "two\N{LINE SEPARATOR}lines"), 3).failed == 1
     with out.open("ab") as file:

@@ -1,4 +1,4 @@
-"""The first line of a report: every rule decides where the ones before it do not apply."""
+"""Each rule decides where those before it do not apply."""
 
 from typing import Any
 
@@ -11,8 +11,7 @@ from eyas.doctor.decision import Decision, decide
 from eyas.doctor.measures import Drift
 from eyas.doctor.requirements import RequirementResult
 from eyas.doctor.robustness import Case
-from eyas.doctor.statements import Statement
-from eyas.doctor.verdict import Verdict, judge
+from eyas.doctor.verdict import Statement, Verdict, judge
 from eyas.drafter.drift import Estimate
 
 FAULT = Statement(level="fault", name="norm_output", text="wrong norm flag: norm_output")
@@ -42,22 +41,37 @@ def test_a_healthy_drafter_is_shipped_at_the_recommended_depth() -> None:
     assert found.speedup == {key: pytest.approx((1 + 0.3 * 3**0.5) / 1.15) for key in ("value", "low", "high")}
 
 
-def test_a_requirement_that_fails_comes_first() -> None:
-    found = decided(FAULT, gates=[gate(passed=True), gate(passed=False)])
-    assert found.text == "Do not ship: required and does not hold: length@3>=2.2 (2.1 is not >= 2.2)"
-    assert decided(gates=[gate(passed=True)]).outcome == "ship"
+GATES = [gate(passed=True), gate(passed=False)]
+UNCERTAIN = [Estimate(value=1.3, low=1.1, high=1.5)] * 16
 
 
-def test_a_fault_is_not_shipped_however_few_the_prompts() -> None:
-    found = decided(FAULT, drift=drift_of(prompts=3))
-    assert (found.outcome, found.text, found.depth) == (
-        "do_not_ship",
-        "Do not ship: wrong norm flag: norm_output",
-        None,
-    )
+@each(
+    ("found", "outcome", "text"),
+    [
+        (
+            decided(FAULT, gates=GATES),
+            "do_not_ship",
+            "Do not ship: required and does not hold: length@3>=2.2 (2.1 is not >= 2.2)",
+        ),
+        (decided(gates=GATES[:1]), "ship", "Ship it at depth 3"),
+        (decided(FAULT, drift=drift_of(prompts=3)), "do_not_ship", "Do not ship: wrong norm flag: norm_output"),
+        (judged(prompts=3), "cannot_tell", "Cannot tell yet: too few prompts to judge (3; at least 16)"),
+        (judged(prompts=15), "cannot_tell", "Cannot tell yet: too few prompts to judge (15; at least 16)"),
+        (decided(depth=0), "do_not_ship", "Do not ship: no depth is faster than plain decoding"),
+        (
+            decided(drift=drift_of(length=UNCERTAIN)),
+            "cannot_tell",
+            "Cannot tell yet: it may gain nothing (1.13 times plain decoding at depth 3, 0.96 to 1.30)",
+        ),
+        (decided(diagnosed=False), "ship", "Ship it at depth 3; faults were not looked for"),
+    ],
+)
+def test_the_first_rule_that_applies_decides(found: Decision, outcome: str, text: str) -> None:
+    assert (found.outcome, found.text) == (outcome, text)
+    assert (found.depth is None) == (outcome != "ship")
 
 
-def test_nothing_measured_decides_nothing() -> None:
+def test_without_measurements_there_is_no_decision() -> None:
     verdict = Verdict(statements=(), recommended_depth=None)
     found = decide(verdict, None, cost=0.1, diagnosed=False, whole=False)
     assert (found.outcome, found.text) == ("cannot_tell", "Cannot tell: no prompt was finished")
@@ -65,26 +79,7 @@ def test_nothing_measured_decides_nothing() -> None:
     assert found.unknown[-1] == "stopped early"
 
 
-def test_three_perfect_prompts_are_too_few() -> None:
-    found = judged(prompts=3)
-    assert found.outcome == "cannot_tell"
-    assert found.text == "Cannot tell yet: too few prompts to judge (3; at least 16)"
-    assert judged(prompts=15).outcome == "cannot_tell"
-    assert judged(prompts=16).outcome == "ship"
-
-
-def test_drafting_that_does_not_pay_is_not_shipped() -> None:
-    assert decided(depth=0).text == "Do not ship: no depth is faster than plain decoding"
-
-
-def test_a_gain_that_may_be_none_is_no_gain() -> None:
-    length = [Estimate(value=1.3, low=1.1, high=1.5)] * 16
-    found = decided(drift=drift_of(length=length), cost=0.05)
-    assert found.outcome == "cannot_tell"
-    assert found.text == "Cannot tell yet: it may gain nothing (1.13 times plain decoding at depth 3, 0.96 to 1.30)"
-
-
-def test_weaknesses_stand_behind_the_decision_in_words() -> None:
+def test_weaknesses_follow_the_decision() -> None:
     found = judged(case_of("no template", "template", 0.6), case_of("no BOS", "template", 0.98))
     assert "not tried: other lengths of context" in found.unknown
     assert not any("templates" in one for one in found.unknown)
@@ -104,23 +99,21 @@ def test_weaknesses_stand_behind_the_decision_in_words() -> None:
         ("1000 tokens, middle", "context", "weak in 1000 tokens (question at the middle)"),
     ],
 )
-def test_every_kind_of_condition_has_words(name: str, group: str, words: str) -> None:
+def test_every_kind_of_condition_has_a_phrase(name: str, group: str, words: str) -> None:
     assert judged(case_of(name, group, 0.6)).weaknesses == (words,)
 
 
-def test_more_weaknesses_than_a_line_holds_are_counted() -> None:
+def test_further_weaknesses_are_counted() -> None:
     names = ("no template", "no BOS", "Gemma template", "long system prompt", "no system prompt")
     cases = [case_of(name, "template", 0.5 + 0.01 * i) for i, name in enumerate(names)]
     told = "weak without a template, weak without the first token (BOS), weak with the Gemma template and 2 more"
     assert judged(*cases).text.endswith(f"; {told}")
 
 
-def test_growth_is_a_weakness_and_unlooked_for_faults_are_said() -> None:
+def test_growth_an_early_stop_and_untried_conditions_are_mentioned() -> None:
     assert judged(growth=sure(0.05)).weaknesses == ("its state grows with depth",)
-    assert decided(diagnosed=False).text == "Ship it at depth 3; faults were not looked for"
     assert decided(whole=False).unknown[-1] == "stopped early"
-
-
-def test_conditions_that_were_not_tried_are_no_praise() -> None:
-    assert judged().text.endswith("; other conditions were not tried")
-    assert len(judged().unknown) == 5
+    sixteen = judged(prompts=16)
+    assert sixteen.outcome == "ship"
+    assert sixteen.text.endswith("; other conditions were not tried")
+    assert len(sixteen.unknown) == 5

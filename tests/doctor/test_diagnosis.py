@@ -10,10 +10,9 @@ import tiny
 from doctor.planted import broken
 from each import each
 from eyas.doctor.candidate import DrafterCandidate, prepare_candidate
+from eyas.doctor.conditions import quantised
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
-from eyas.doctor.quantise import quantised
-from eyas.doctor.repairs import repairs, variant
-from eyas.doctor.resemblance import measure_resemblance
+from eyas.doctor.repairs import measure_resemblance, repairs, variant
 from eyas.doctor.transcripts import Answering, Asked, Transcriber
 from eyas.doctor.verdict import FAULTS, Verdict, judge, recommend_depth
 from eyas.drafter.checkpoint import Checkpoint, checkpoint_of
@@ -41,21 +40,7 @@ def faults_of(verdict: Verdict) -> list[str]:
     return [statement.name for statement in verdict.statements if statement.level == "fault"]
 
 
-@each(
-    "fault",
-    [
-        "fc_norm",
-        "norm_output",
-        "norm_before_residual",
-        "aux_layers",
-        "fc_columns",
-        "embeddings",
-        "d2t",
-        "rope_base",
-        "fc_damaged",
-        "wrong_target",
-    ],
-)
+@each("fault", [fault for fault in FAULTS if fault != "norm_before_fc"])
 def test_a_planted_fault_is_named(
     fault: str, tiny_target: Target, other_target: Target, pruned_drafter: Drafter, asked: list[Asked]
 ) -> None:
@@ -89,7 +74,7 @@ def test_a_repair_leaves_the_drafter_as_it_was(tiny_target: Target, pruned_draft
         assert torch.equal(tensor, before[name]), name
 
 
-def test_only_a_lost_flag_is_forgiven(tiny_target: Target, pruned_drafter: Drafter) -> None:
+def test_only_tensors_of_a_lost_flag_are_allowed(tiny_target: Target, pruned_drafter: Drafter) -> None:
     healthy = checkpoint_of(pruned_drafter)
     extra = broken(pruned_drafter, tiny_target.embedding())["fc_norm"]
     candidate = prepare_candidate(extra, "candidate", tiny_target)
@@ -102,22 +87,18 @@ def test_only_a_lost_flag_is_forgiven(tiny_target: Target, pruned_drafter: Draft
         )
 
 
-def test_a_quantised_target_is_whole_again_afterwards(tiny_target: Target) -> None:
+def test_a_quantised_target_is_restored(tiny_target: Target) -> None:
     if load_quantised()[0] is None:
         pytest.skip("no compiler here for integer products")
     before = {name: tensor.clone() for name, tensor in tiny_target.model.state_dict().items()}
+    weight = before["model.layers.0.mlp.up_proj.weight"]
     cases: list[tuple[Literal[4, 8], float]] = [(8, 0.01), (4, 0.2)]
     for bits, most in cases:
         with quantised(tiny_target, bits) as layers:
             assert layers == 7 * tiny.LAYERS
             changed = tiny_target.model.state_dict()
-            assert not torch.equal(
-                changed["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
-            )
             assert torch.equal(changed["lm_head.weight"], before["lm_head.weight"])
-            made = changed["model.layers.0.mlp.up_proj.weight"]
-        weight = before["model.layers.0.mlp.up_proj.weight"]
-        error = (made - weight).norm() / weight.norm()
+            error = (changed["model.layers.0.mlp.up_proj.weight"] - weight).norm() / weight.norm()
         assert 0 < float(error) < most
     for name, tensor in tiny_target.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name

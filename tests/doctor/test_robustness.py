@@ -1,10 +1,10 @@
-"""Other conditions: each is what it says, none is passed over in silence, and time is kept."""
+"""Conditions do what they say, give a reason when they are left out, and keep to the time."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,16 +15,13 @@ from chat_tokenizer import CHATML, chat_tokenizer, with_bos
 from each import each
 from eyas.data.conversations import Conversation
 from eyas.data.encode_prompt import encode_prompt
-from eyas.doctor.long_prompts import Filler, allowed_lengths, long_prompts
-from eyas.doctor.prompt_formats import prompt_formats
-from eyas.doctor.quantise import quantised
+from eyas.doctor.candidate import Subject
+from eyas.doctor.conditions import Filler, long_prompts, prompt_formats, quantised
 from eyas.doctor.robustness import Case, Conditions, Robustness, compare
-from eyas.doctor.subject import Subject
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
-from eyas.target.chat_template import ChatFormat
+from eyas.target.chat_template import ChatFormat, apply_format
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
-from eyas.target.template_override import apply_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +36,23 @@ ASKED = {
 FILLER = "The quick brown fox jumps over the lazy dog. " * 8
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
+def target_with(tokenizer: Any) -> Target:
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny.target_config(vocab_size=264, max_position_embeddings=2048)).eval()
-    tokenizer = chat_tokenizer(SYSTEM + CHATML)
     return Target(facts=facts_of(model.config, "chatty"), model=model.requires_grad_(False), tokenizer=tokenizer)
+
+
+def bos_tokenizer(template: str | None) -> Any:
+    """With a BOS; without a template, prompts are raw text."""
+    tokenizer = with_bos(chat_tokenizer(template or "", bos="<s>"))
+    if template is None:
+        apply_format(tokenizer, ChatFormat(raw=True))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return target_with(chat_tokenizer(SYSTEM + CHATML))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +103,7 @@ def test_prompts_that_do_not_fit_in_the_targets_context_are_left_out(
     assert cases["no system prompt"].prompts == 2
 
 
-def test_rounded_weights_are_read_anew_and_so_are_the_true_ones_behind_them(
+def test_no_cached_states_survive_a_change_of_weights(
     target: Target, subject: Subject, base: list[Transcript], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [Asked(key=one.key, ids=one.ids[: one.prompt_length]) for one in base]
@@ -127,7 +135,7 @@ def test_rounded_weights_are_read_anew_and_so_are_the_true_ones_behind_them(
 
 
 @each("bits", [8, 4])
-def test_a_target_in_half_precision_is_rounded_too(target: Target, bits: Bits) -> None:
+def test_a_target_in_half_precision_can_be_quantised(target: Target, bits: Bits) -> None:
     """Compiled products are in float32: the model's own code hands them what they read, and a fused pass would not."""
     half = replace(target, model=deepcopy(target.model).bfloat16())
     asked, how = [Asked(key=0, ids=tuple(range(2, 12)))], conditions().answering()
@@ -138,19 +146,19 @@ def test_a_target_in_half_precision_is_rounded_too(target: Target, bits: Bits) -
     assert 0 < apart < 0.3
 
 
-def test_nothing_begins_when_no_time_is_left(target: Target, subject: Subject, base: list[Transcript]) -> None:
+def test_no_case_starts_without_time(target: Target, subject: Subject, base: list[Transcript]) -> None:
     for case in matrix(target, subject, base, left=lambda: 0.0):
         assert case.group == "noise" or case.left_out, case
 
 
-def test_the_same_rounds_keep_everything(subject: Subject, base: list[Transcript]) -> None:
+def test_equal_rounds_keep_the_whole_length(subject: Subject, base: list[Transcript]) -> None:
     rounds = subject.rounds(base, 3)
     cell = compare(rounds, rounds, 3)
     assert cell.length == cell.reference
     assert cell.kept.value == cell.kept.low == cell.kept.high == 1.0
 
 
-def test_renderings_change_what_they_say(target: Target) -> None:
+def test_renderings_change_the_prompt(target: Target) -> None:
     own = target.tokenizer.decode(encode_prompt(target, ASKED[0]))
     made = {one.name: one.render(ASKED[0]) for one in prompt_formats(target)}
     texts = {name: target.tokenizer.decode(list(ids)) for name, ids in made.items() if ids}
@@ -163,10 +171,8 @@ def test_renderings_change_what_they_say(target: Target) -> None:
     assert texts["Mistral template"] == "<s>[INST] Say hi. [/INST]"
 
 
-def test_a_bos_is_taken_away_where_there_is_one() -> None:
-    tokenizer = chat_tokenizer("{{ bos_token }}" + CHATML, bos="<s>")
-    model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
-    target = Target(facts=facts_of(model.config, "chatty"), model=model, tokenizer=tokenizer)
+def test_a_bos_is_removed_where_there_is_one() -> None:
+    target = target_with(chat_tokenizer("{{ bos_token }}" + CHATML, bos="<s>"))
     render = next(one.render for one in prompt_formats(target) if one.name == "no BOS")
     assert render(ASKED[0]) == tuple(encode_prompt(target, ASKED[0])[1:])
 
@@ -194,15 +200,10 @@ R1_LIKE = (
         (None, {"no template", "no system prompt"}),
     ],
 )
-def test_thinking_and_plain_text_are_perturbed_or_it_is_said(
+def test_impossible_renderings_are_left_out_with_a_reason(
     template: str | None, left_out: set[str], subject: Subject
 ) -> None:
-    tokenizer = with_bos(chat_tokenizer(template or "", bos="<s>"))
-    if template is None:
-        apply_format(tokenizer, ChatFormat(raw=True))
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny.target_config(vocab_size=264, max_position_embeddings=2048)).eval()
-    target = Target(facts=facts_of(model.config, "thinker"), model=model.requires_grad_(False), tokenizer=tokenizer)
+    target = target_with(bos_tokenizer(template))
     asked = [Asked(key=key, ids=tuple(encode_prompt(target, one))) for key, one in ASKED.items()]
     answers = Transcriber(target, tiny.AUX_IDS).answer(asked, Answering(max_new_tokens=10, overshoot=6))
     cases = [case for case in matrix(target, subject, list(answers)) if case.group == "template"]
@@ -210,35 +211,31 @@ def test_thinking_and_plain_text_are_perturbed_or_it_is_said(
     assert all("own rendering" in str(case.left_out) for case in cases if not case.cells)
 
 
-def test_a_records_own_template_arguments_stay_when_it_is_perturbed() -> None:
+def test_template_arguments_of_a_record_are_kept() -> None:
     tokenizer = chat_tokenizer(QWEN3_LIKE)
-    model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
-    target = Target(facts=facts_of(model.config, "thinker"), model=model, tokenizer=tokenizer)
+    target = target_with(tokenizer)
     quick = replace(ASKED[0], chat_template_kwargs={"enable_thinking": False})
     made = {one.name: one.render(quick) for one in prompt_formats(target)}
     text = tokenizer.decode(list(made["foreign system prompt"] or ()))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    (long,) = long_prompts(target, Filler(target, FILLER), {0: quick}, 60, ["end"])
-    assert tokenizer.decode(list(long.asked.ids)).endswith("</think>\n\n")
+    (long,) = long_prompts(target, Filler(target, FILLER), {0: quick}, 60, "end")
+    assert tokenizer.decode(list(long.ids)).endswith("</think>\n\n")
 
 
 @each("template", [QWEN3_LIKE, None])
-def test_a_system_prompt_is_taken_away_where_turns_are_rewritten(template: str | None) -> None:
-    tokenizer = with_bos(chat_tokenizer(template or "", bos="<s>"))
-    if template is None:
-        apply_format(tokenizer, ChatFormat(raw=True))
-    model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
-    target = Target(facts=facts_of(model.config, "thinker"), model=model, tokenizer=tokenizer)
+def test_a_system_prompt_is_removed_where_turns_are_rewritten(template: str | None) -> None:
+    target = target_with(bos_tokenizer(template))
     told = replace(ASKED[0], messages=({"role": "system", "content": "Be kind."}, *ASKED[0].messages))
     made = {one.name: one.render(told) for one in prompt_formats(target)}
     assert made["no system prompt"] == tuple(encode_prompt(target, ASKED[0]))
 
 
-def test_a_longer_text_begins_like_a_shorter_one(target: Target) -> None:
+def test_a_longer_text_starts_with_a_shorter_one(target: Target) -> None:
     filler = Filler(target, FILLER)
-    short, long = (next(long_prompts(target, filler, {0: ASKED[2]}, length, ["end"])) for length in (60, 120))
-    text = target.tokenizer.decode(list(long.asked.ids))
-    assert target.tokenizer.decode(list(short.asked.ids)).partition("\n\nWhy?")[0].rstrip() in text
-    at_start = next(long_prompts(target, filler, {0: ASKED[2]}, 60, ["start"]))
-    assert "user\nWhy?\n\nThe quick" in target.tokenizer.decode(list(at_start.asked.ids))
-    assert allowed_lengths(target, [100, 2000], room=50) == ([100], [2000])
+
+    def text(length: int, place: str) -> str:
+        (asked,) = long_prompts(target, filler, {0: ASKED[2]}, length, place)
+        return target.tokenizer.decode(list(asked.ids))
+
+    assert text(60, "end").partition("\n\nWhy?")[0].rstrip() in text(120, "end")
+    assert "user\nWhy?\n\nThe quick" in text(60, "start")

@@ -1,4 +1,4 @@
-"""Rounds drafted side by side are the rounds of serving, and watching them changes nothing."""
+"""Rounds drafted side by side are those of serving, also with a probe."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from each import each
-from eyas.doctor.measures import measure_prompt, summarise
+from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
 from eyas.doctor.rounds import Noise, Rounds, round_starts, run_rounds
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.drafter.attention_mass import REGIONS, AttentionProbe
@@ -36,9 +36,12 @@ def prompts(count: int = 4) -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def transcripts(tiny_target: Target) -> list[Transcript]:
-    how = Answering(max_new_tokens=24, overshoot=DEPTH)
-    answered = Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)
-    return sorted(answered, key=lambda one: one.key)
+    found = answered(tiny_target, Answering(max_new_tokens=24, overshoot=DEPTH))
+    return [found[key] for key in sorted(found)]
+
+
+def answered(target: Target, how: Answering, asked: list[Asked] | None = None) -> dict[int, Transcript]:
+    return {one.key: one for one in Transcriber(target, tiny.AUX_IDS).answer(asked or prompts(), how)}
 
 
 def rounds_of(drafter: Drafter, transcripts: Sequence[Transcript], **options: object) -> list[Rounds]:
@@ -47,7 +50,7 @@ def rounds_of(drafter: Drafter, transcripts: Sequence[Transcript], **options: ob
     return found  # type: ignore[return-value]
 
 
-def test_transcripts_hold_what_plain_decoding_gives(tiny_target: Target, transcripts: list[Transcript]) -> None:
+def test_transcripts_equal_plain_decoding(tiny_target: Target, transcripts: list[Transcript]) -> None:
     dense, stop_ids = DenseTarget(tiny_target, tiny.drafter_config()), tiny_target.stop_ids()
     plain = {
         p.key: decode_plainly(dense, p.ids, draws=SeededDraws(0), max_new_tokens=24, stop_ids=stop_ids)
@@ -62,21 +65,14 @@ def test_transcripts_hold_what_plain_decoding_gives(tiny_target: Target, transcr
 
 @pytest.mark.slow
 @each("depth", [1, 3, DEPTH])
-def test_the_walk_accepts_round_by_round_what_serving_accepts(
+def test_the_walk_accepts_the_drafts_of_serving(
     tiny_target: Target, tiny_drafter: Drafter, transcripts: list[Transcript], depth: int
 ) -> None:
     dense, eagle = DenseTarget(tiny_target, tiny_drafter.config), EagleDraft(tiny_drafter)
+    how = {"shape": Chain(depth=depth), "max_new_tokens": 24, "stop_ids": tiny_target.stop_ids()}
     accepted = {}
     for p in prompts():
-        served = decode_speculatively(
-            dense,
-            eagle,
-            p.ids,
-            shape=Chain(depth=depth),
-            draws=SeededDraws(0),
-            max_new_tokens=24,
-            stop_ids=tiny_target.stop_ids(),
-        )
+        served = decode_speculatively(dense, eagle, p.ids, draws=SeededDraws(0), **how)
         accepted[p.key] = [one.accepted for one in served.rounds]
     rounds = rounds_of(tiny_drafter, transcripts)
     assert {one.key: one.accepted(depth) for one in rounds} == accepted
@@ -85,7 +81,7 @@ def test_the_walk_accepts_round_by_round_what_serving_accepts(
 
 
 @each("layers", [1, 2])
-def test_each_round_drafts_what_the_reference_drafts_also_beyond_a_miss(
+def test_each_round_drafts_as_the_reference_also_past_a_miss(
     tiny_target: Target, transcripts: list[Transcript], layers: int
 ) -> None:
     drafter = tiny.random_drafter(tiny.drafter_config(norm_output=True, num_hidden_layers=layers))
@@ -104,9 +100,7 @@ def test_each_round_drafts_what_the_reference_drafts_also_beyond_a_miss(
         assert rounds.token_SR[:, place].tolist() == drafted
 
 
-def test_ending_a_round_at_its_first_miss_accepts_the_same(
-    tiny_drafter: Drafter, transcripts: list[Transcript]
-) -> None:
+def test_ending_rounds_at_the_first_miss_keeps_acceptance(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
     for whole, ended in zip(
         rounds_of(tiny_drafter, transcripts), rounds_of(tiny_drafter, transcripts, to_first_miss=True), strict=True
     ):
@@ -116,7 +110,7 @@ def test_ending_a_round_at_its_first_miss_accepts_the_same(
         assert drafted.sum() == np.minimum(whole.accepted_R + 1, DEPTH).sum()
 
 
-def test_recording_changes_no_bit(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
+def test_a_probe_changes_no_bit(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
     for transcript in transcripts:
         start_R = torch.tensor(list(round_starts(transcript)))
         probe = AttentionProbe(start_R, prompt_length=transcript.prompt_length, depth=DEPTH)
@@ -145,7 +139,7 @@ def test_a_prefix_is_read_once_and_answers_are_the_same(tiny_target: Target) -> 
     base = tiny.language(1, 40, torch.Generator().manual_seed(5))[0].tolist()
     asked = [Asked(key=0, ids=(*base[:20], 7)), Asked(key=1, ids=(*base[:30], 9, 8))]
     how = Answering(max_new_tokens=8, overshoot=3)
-    alone = {one.key: one for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(asked, how)}
+    alone = answered(tiny_target, how, asked)
     reader = Transcriber(tiny_target, tiny.AUX_IDS)
     for prompt in asked:
         (transcript,) = reader.answer([prompt], how)
@@ -158,7 +152,7 @@ def test_a_prefix_is_read_once_and_answers_are_the_same(tiny_target: Target) -> 
     assert reader.read == 21 + 32 - shared + 32
 
 
-def test_decoding_goes_on_behind_a_stop_token_as_if_there_were_none(tiny_target: Target) -> None:
+def test_decoding_past_a_stop_token_gives_the_same_tokens(tiny_target: Target) -> None:
     sampled = Sampling(temperature=0.9)
     for sampling in (Sampling(), sampled):
         how = Answering(max_new_tokens=20, overshoot=7, sampling=sampling, seed=5)
@@ -178,7 +172,7 @@ def test_decoding_goes_on_behind_a_stop_token_as_if_there_were_none(tiny_target:
 
 def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(tiny_target: Target) -> None:
     how = Answering(max_new_tokens=20, overshoot=7)
-    whole = {one.key: one for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)}
+    whole = answered(tiny_target, how)
     stop = tiny_target.decode(whole[1].answer[4:6])
     for one in Transcriber(tiny_target, tiny.AUX_IDS, [stop]).answer(prompts(), how):
         said = whole[one.key].answer
@@ -188,10 +182,10 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(tiny_targ
         assert one.key != 1 or one.answer_length <= 6
 
 
-def test_a_text_longer_than_any_before_is_answered_too(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_prompts_get_a_larger_engine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.doctor.transcripts.SHORTEST", 16)
     how = Answering(max_new_tokens=8, overshoot=3)
-    expected = {one.key: one.ids for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)}
+    expected = {key: one.ids for key, one in answered(tiny_target, how).items()}
     one_by_one = Transcriber(tiny_target, tiny.AUX_IDS)
     assert {p.key: next(one_by_one.answer([p], how)).ids for p in prompts()} == expected
     assert list(one_by_one.answer([], how)) == []
@@ -201,19 +195,19 @@ def test_a_text_longer_than_any_before_is_answered_too(tiny_target: Target, monk
 
 def test_a_drawn_answer_depends_on_its_own_seed_only(tiny_target: Target) -> None:
     how = Answering(max_new_tokens=12, overshoot=2, sampling=Sampling(temperature=0.9), seed=3)
-    together = {one.key: one.ids for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)}
-    alone = next(Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts()[2:3], how))
-    assert together[2] == alone.ids
-    greedy = next(
-        Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts()[2:3], Answering(max_new_tokens=12, overshoot=2))
-    )
-    assert greedy.ids != alone.ids
+    alone = answered(tiny_target, how, prompts()[2:3])[2].ids
+    assert answered(tiny_target, how)[2].ids == alone
+    assert answered(tiny_target, Answering(max_new_tokens=12, overshoot=2), prompts()[2:3])[2].ids != alone
 
 
-def test_all_prompts_together_say_what_each_says(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
-    measured = [measure_prompt(tiny_drafter, one, depth=DEPTH, layer_ids=tiny.AUX_IDS) for one in transcripts]
+def drift_of(drafter: Drafter, transcripts: list[Transcript]) -> tuple[Drift, list[PromptMeasures]]:
+    measured = [measure_prompt(drafter, one, depth=DEPTH, layer_ids=tiny.AUX_IDS) for one in transcripts]
     found = [one for one in measured if one is not None]
-    drift = summarise(found, DEPTH)
+    return summarise(found, DEPTH), found
+
+
+def test_summaries_match_the_rounds_of_each_prompt(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
+    drift, found = drift_of(tiny_drafter, transcripts)
     rounds = [one.rounds for one in found]
     for depth in (1, 3, DEPTH):
         assert drift.length[depth - 1].value == pytest.approx(pooled_length(rounds, depth))
@@ -226,7 +220,5 @@ def test_all_prompts_together_say_what_each_says(tiny_drafter: Drafter, transcri
 
 
 def test_the_feedback_of_an_unnormed_drafter_grows(transcripts: list[Transcript]) -> None:
-    raw = tiny.random_drafter(tiny.drafter_config())
-    measured = [measure_prompt(raw, one, depth=DEPTH, layer_ids=tiny.AUX_IDS) for one in transcripts]
-    drift = summarise([one for one in measured if one is not None], DEPTH)
+    drift, _ = drift_of(tiny.random_drafter(tiny.drafter_config()), transcripts)
     assert drift.growth.low > 0.01

@@ -1,4 +1,4 @@
-"""`check` says what a drafter is, and finds what a server would load silently wrong."""
+"""`check` describes a drafter, and finds faults that servers would load silently."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drafter_folders import edit
 from each import each
 from eyas.drafter.check import CheckReport, check
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.layer_json import IDS_KEY, NORM_FLAGS
 from eyas.errors import UserError
-from eyas.target.embedding import read_embedding
-from eyas.target.facts import TargetFacts
+from eyas.target.facts import TargetFacts, read_embedding
 from tiny import drafter_config, random_drafter
 
 
@@ -23,12 +23,6 @@ def save(folder: Path, *, layout: str = "vllm", shipped: bool = False, **changes
     drafter = random_drafter(drafter_config(**changes), own_embedding=shipped)
     write_checkpoint(checkpoint_of(drafter), folder, layout=layout)
     return str(folder)
-
-
-def edit(source: str, *, drop: tuple[str, ...] = (), **changes: Any) -> None:
-    path = Path(source) / "config.json"
-    raw = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
-    path.write_text(json.dumps({**raw, **changes}))
 
 
 def target(**changes: Any) -> TargetFacts:
@@ -82,7 +76,7 @@ def test_the_report_says_what_comes_from_the_target(tmp_path: Path) -> None:
 
 @each("value", ["absent", None])
 @each("flag", NORM_FLAGS)
-def test_a_flag_left_to_the_readers_guess_is_a_warning(tmp_path: Path, flag: str, value: str | None) -> None:
+def test_a_missing_flag_is_a_warning(tmp_path: Path, flag: str, value: str | None) -> None:
     source = save(tmp_path / "it")
     edit(source, drop=(flag,), **({} if value == "absent" else {flag: None}))
     only_finding(check(source), "warning", f"{flag} is not written in config.json and counts as false")
@@ -95,7 +89,7 @@ def test_nested_only_ids_are_a_warning_that_names_both_readings(tmp_path: Path) 
     assert "[2, 3, 4] finished layers" in check(source).findings[0].message
 
 
-def test_an_unwritten_number_of_states_is_an_error_unless_it_is_three(tmp_path: Path) -> None:
+def test_a_missing_number_of_states_is_an_error_unless_it_is_three(tmp_path: Path) -> None:
     five = save(tmp_path / "five", num_aux_hidden_states=5, aux_layer_ids=(0, 1, 2, 3, 4))
     edit(five, drop=("num_aux_hidden_states", "eagle_config"))
     only_finding(check(five), "error", "num_aux_hidden_states is not written and is 5 here; vLLM would assume 3")
@@ -170,7 +164,7 @@ def test_a_damaged_target_is_one_line(tmp_path: Path) -> None:
         read_embedding(str(tmp_path))
 
 
-def test_a_target_that_lies_elsewhere_has_no_table() -> None:
+def test_the_embedding_of_a_target_on_the_hub_is_not_read() -> None:
     assert read_embedding("org/somewhere-else") is None
 
 

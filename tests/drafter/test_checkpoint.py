@@ -1,4 +1,6 @@
-"""Drafters on disk: conversions lose nothing, formats say what their readers need, writes are whole or not at all."""
+"""Drafters on disk: conversions lose nothing, formats have what their readers need, writes are whole or not at all."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import replace
@@ -9,19 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter_folders import config_of, contents, edit
 from each import each
 from eyas.atomic import new_folder
 from eyas.drafter import checkpoint as checkpoint_module
-from eyas.drafter.attention import DenseAttention
 from eyas.drafter.checkpoint import (
     Checkpoint,
     checkpoint_of,
+    is_explicit,
     load_drafter,
     read_checkpoint,
+    vllm_folder,
     write_checkpoint,
 )
 from eyas.drafter.layer_json import IDS_KEY, NORM_FLAGS
 from eyas.errors import UserError
+from oracle.dense import DenseAttention
 from tiny import drafter_config, random_drafter
 
 V31 = {"fc_norm": True, "norm_output": True}
@@ -72,20 +77,6 @@ def convert(source: Path, destination: Path, layout: str) -> Path:
     return destination
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return raw
-
-
-def edit(folder: Path, *, drop: tuple[str, ...] = (), **changes: Any) -> None:
-    raw = {key: value for key, value in config_of(folder).items() if key not in drop}
-    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-
-
 # --- round trips -----------------------------------------------------------------------------------------------
 
 
@@ -132,7 +123,7 @@ def test_a_round_trip_from_speculators_keeps_what_only_speculators_knows(
     assert contents(back) == contents(first)
 
 
-def test_companions_are_carried_along_and_weights_are_not(tmp_path: Path) -> None:
+def test_other_files_are_copied_and_weights_are_not(tmp_path: Path) -> None:
     first = save(tmp_path / "first")
     for name in ("LICENSE", "README.md", "tokenizer.json", "old.bin"):
         (first / name).write_bytes(name.encode())
@@ -291,7 +282,7 @@ def test_what_a_format_cannot_express_is_refused(
     with pytest.raises(UserError, match=reason):
         save(tmp_path / "it", layout, **changes)
     assert list(tmp_path.iterdir()) == []
-    save(tmp_path / "it", "vllm", **changes)  # while vLLM's can
+    save(tmp_path / "it", "vllm", **changes)  # the vllm format can
 
 
 def test_an_incomplete_drafter_is_not_written(tmp_path: Path) -> None:
@@ -364,7 +355,7 @@ def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
 
 @each("replace_old", [False, True])
 def test_a_reader_never_sees_half_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace_old: bool) -> None:
-    """Look at every moment of a write, also around each rename: the old folder, the new one, or none at all."""
+    """Look at the folder at every moment of a write: it is the old one, the new one, or absent."""
     place = tmp_path / "it"
     old, new = {"a": b"old", "b": b"old"}, {"a": b"new", "b": b"new"}
     if replace_old:
@@ -403,3 +394,35 @@ def test_a_new_folder_has_ordinary_permissions(tmp_path: Path) -> None:
     with new_folder(tmp_path / "it"):
         pass
     assert (tmp_path / "it").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+SHIPPED = "smollm2-eagle3.1"
+
+
+def test_vllm_is_given_the_folder_of_an_explicit_drafter(tmp_path: Path) -> None:
+    assert vllm_folder(SHIPPED, tmp_path) == read_checkpoint(SHIPPED).folder
+    assert not list(tmp_path.iterdir())
+
+
+@each("layout", ["speculators", "sglang"])
+def test_for_vllm_a_drafter_of_another_layout_is_copied_once(tmp_path: Path, layout: str) -> None:
+    original = read_checkpoint(SHIPPED)
+    write_checkpoint(original, tmp_path / "other", layout=layout)
+    folder = vllm_folder(str(tmp_path / "other"), tmp_path / "cache")
+    again = vllm_folder(str(tmp_path / "other"), tmp_path / "cache")
+    assert folder == again
+    copy = read_checkpoint(str(folder))
+    assert is_explicit(copy)
+    assert copy.config == original.config
+
+
+def test_for_vllm_a_drafter_with_missing_flags_is_copied(tmp_path: Path) -> None:
+    write_checkpoint(read_checkpoint(SHIPPED), tmp_path / "silent")
+    edit(tmp_path / "silent", drop=("norm_before_residual",))
+    folder = vllm_folder(str(tmp_path / "silent"), tmp_path / "cache")
+    assert "norm_before_residual" in config_of(folder)
+
+
+def test_the_copy_for_vllm_is_written_to_the_given_folder(tmp_path: Path) -> None:
+    assert vllm_folder(SHIPPED, tmp_path / "cache", tmp_path / "out") == tmp_path / "out"
+    assert is_explicit(read_checkpoint(str(tmp_path / "out")))

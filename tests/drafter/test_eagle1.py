@@ -1,5 +1,4 @@
-"""EAGLE-1 drafters (EAGLE-2 has the same): read as their authors publish them, written as servers read them, refused by
-name where they would draft garbage, and computed as a Llama's layer computes without its first norm."""
+"""EAGLE-1 and EAGLE-2 drafters: read as published, written for servers, equal to Llama's layers."""
 
 import json
 from dataclasses import replace
@@ -12,20 +11,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from drafter_folders import config_of
 from each import each
-from eyas.drafter.attention import DenseAttention
 from eyas.drafter.check import check
-from eyas.drafter.checkpoint import build_drafter, checkpoint_of, read_checkpoint, write_checkpoint
+from eyas.drafter.checkpoint import (
+    build_drafter,
+    checkpoint_of,
+    is_explicit,
+    read_checkpoint,
+    vllm_folder,
+    write_checkpoint,
+)
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import flops_per_token, matrix_sizes, remembering_weights
 from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.layouts import LAYOUTS
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantise import quantised
-from eyas.drafter.vllm_folder import is_explicit, vllm_folder
 from eyas.errors import UserError
 from eyas.plan.resolve import drafter_shape
 from eyas.target.facts import facts_of
+from oracle.dense import DenseAttention
 from published_eagle1 import publish, published_config
 from tiny import HIDDEN, LAYERS, VOCAB, drafter_config, eagle1_config, random_drafter, target_config
 
@@ -36,18 +42,13 @@ def drafter_of(**changes: Any) -> Drafter:
     return random_drafter(eagle1_config(**changes), own_embedding=False)
 
 
-def said(folder: Path) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return raw
-
-
 def save(folder: Path, layout: str = "vllm", **changes: Any) -> Path:
     write_checkpoint(checkpoint_of(drafter_of(**changes)), folder, layout=layout)
     return folder
 
 
 def store(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor | None]) -> Path:
-    """A published drafter in safetensors, with other words in config.json, and tensors put in or, None, left out."""
+    """Write a published drafter with changed keys of config.json, and tensors replaced or (None) left out."""
     drafter = drafter_of()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(published_config(drafter, **changes)))
@@ -61,7 +62,7 @@ def store(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor | Non
 
 @each("changes", [{}, {"fc_bias": True}, {"num_hidden_layers": 2, "attention_bias": True}])
 @torch.no_grad()
-def test_a_depth_is_that_of_llamas_layers_behind_fc_without_the_first_norm(changes: dict[str, Any]) -> None:
+def test_a_depth_equals_fc_and_llamas_layers_without_the_first_norm(changes: dict[str, Any]) -> None:
     drafter = drafter_of(**changes)
     llama = target_config(attention_bias=drafter.config.attention_bias)
     llama._attn_implementation = "eager"
@@ -91,7 +92,7 @@ def test_a_depth_is_that_of_llamas_layers_behind_fc_without_the_first_norm(chang
 
 
 @torch.no_grad()
-def test_what_is_remembered_of_a_prompt_is_what_a_depth_leaves() -> None:
+def test_remember_returns_the_keys_and_values_of_step() -> None:
     drafter = drafter_of(fc_bias=True).share_target(EMBEDDING_VD, EMBEDDING_VD, nn.Identity())
     hidden_TD, token_T, position_T, attend = torch.randn(5, HIDDEN), torch.arange(5), torch.arange(5), DenseAttention()
     drafter.step(hidden_TD, token_T, position_T, attend)
@@ -107,14 +108,14 @@ def test_the_targets_norm_is_a_copy_that_follows_the_drafter_and_is_never_saved(
     assert not [name for name in checkpoint_of(drafter).tensors if "target_norm" in name]
 
 
-def test_without_the_targets_norm_it_does_not_run() -> None:
+def test_eagle1_does_not_run_without_the_targets_norm() -> None:
     with pytest.raises(UserError, match="load it together with its target"):
         drafter_of().fuse(torch.zeros(1, HIDDEN))
-    with pytest.raises(UserError, match="behind the target's last norm, and none was found"):
+    with pytest.raises(UserError, match="after the target's last norm, and that norm was not found"):
         drafter_of().share_target(EMBEDDING_VD, EMBEDDING_VD)
 
 
-def test_it_reads_the_targets_last_state() -> None:
+def test_eagle1_reads_the_targets_last_state() -> None:
     assert eagle1_config().layers_read(facts_of(target_config(), "tiny")) == (LAYERS,)
 
 
@@ -128,7 +129,7 @@ def test_a_published_drafter_is_read_and_written_as_vllm_loads_it(tmp_path: Path
     assert read.config == drafter.config
     write_checkpoint(read, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
-    written = said(tmp_path / "out")
+    written = config_of(tmp_path / "out")
     assert written["architectures"] == ["EagleLlamaForCausalLM"]
     assert written["model_type"] == "llama"
     assert written["bias"] is False
@@ -148,7 +149,7 @@ def test_a_published_drafter_is_read_and_written_as_vllm_loads_it(tmp_path: Path
 
 @each("bias", [False, True])
 @each("layout", ["vllm", "sglang"])
-def test_it_comes_back_as_it_was(tmp_path: Path, layout: str, bias: bool) -> None:
+def test_eagle1_round_trips_are_exact(tmp_path: Path, layout: str, bias: bool) -> None:
     if bias and layout == "vllm":
         with pytest.raises(UserError, match="has a bias, and vLLM's has none"):
             save(tmp_path / "first", layout, fc_bias=True)
@@ -163,14 +164,14 @@ def test_it_comes_back_as_it_was(tmp_path: Path, layout: str, bias: bool) -> Non
         assert (tmp_path / "again" / name).read_bytes() == (first / name).read_bytes()
 
 
-def test_for_sglang_there_is_always_a_bias_and_no_word_of_one(tmp_path: Path) -> None:
+def test_sglang_gets_a_bias_tensor_and_no_bias_key(tmp_path: Path) -> None:
     folder = save(tmp_path / "drafter", "sglang")
-    assert said(folder)["architectures"] == ["LlamaForCausalLMEagle"]
-    assert "bias" not in said(folder)
+    assert config_of(folder)["architectures"] == ["LlamaForCausalLMEagle"]
+    assert "bias" not in config_of(folder)
     assert not load_file(folder / "model.safetensors")["fc.bias"].any()
 
 
-def test_speculators_has_no_such_drafter(tmp_path: Path) -> None:
+def test_speculators_format_refuses_eagle1(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is EAGLE-1, which vLLM does not read .* use --to vllm"):
         save(tmp_path / "drafter", "speculators")
     with pytest.raises(
@@ -179,7 +180,7 @@ def test_speculators_has_no_such_drafter(tmp_path: Path) -> None:
         LAYOUTS["speculators"].read_config({"speculators_model_type": "eagle"})
 
 
-def test_the_tensors_say_whether_fc_has_a_bias_where_the_config_does_not(tmp_path: Path) -> None:
+def test_tensors_decide_about_the_fc_bias_if_the_config_does_not(tmp_path: Path) -> None:
     drafter = drafter_of(fc_bias=True)
     assert read_checkpoint(str(publish(drafter, EMBEDDING_VD, tmp_path / "with"))).config.fc_bias
     drafter.fc.bias.zero_()
@@ -193,7 +194,7 @@ def test_the_drafter_of_mixtral_has_layers_of_llama(tmp_path: Path) -> None:
     read = read_checkpoint(str(folder))
     assert read.config == eagle1_config()
     write_checkpoint(read, tmp_path / "out")
-    assert said(tmp_path / "out")["model_type"] == "llama"
+    assert config_of(tmp_path / "out")["model_type"] == "llama"
 
 
 def test_vllm_is_given_a_copy_in_safetensors(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_drafters_of_another_kind_are_refused_by_name(tmp_path: Path, changes: d
         ({}, {"layers.0.self_attn.q_proj.weight": torch.ones(64, 128)}, r"is \[64, 128\], expected \[64, 64\]"),
     ],
 )
-def test_broken_ones_are_refused_by_name(
+def test_broken_eagle1_tensors_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], tensors: dict[str, Tensor | None], message: str
 ) -> None:
     report = check(str(store(tmp_path / "drafter", changes, tensors)))
@@ -274,7 +275,7 @@ def test_a_drafter_of_another_target_is_found(tmp_path: Path, name: str) -> None
     assert [one.message[:25] for one in report.findings if one.severity == "error"] == ["target_hidden_size 64 is "]
 
 
-def test_what_servers_make_of_it_is_told(tmp_path: Path) -> None:
+def test_check_reports_what_servers_misread(tmp_path: Path) -> None:
     biased = publish(drafter_of(fc_bias=True), EMBEDDING_VD, tmp_path / "biased", bias=True)
     (finding,) = check(str(biased)).findings
     assert finding.severity == "warning"
@@ -288,14 +289,14 @@ def test_what_servers_make_of_it_is_told(tmp_path: Path) -> None:
     "changes",
     [{"qk_norm": True}, {"num_aux_hidden_states": 3}, {"aux_layer_ids": (4,)}, {"norm_before_fc": True}],
 )
-def test_what_belongs_to_eagle3_is_no_part_of_it(changes: dict[str, Any]) -> None:
+def test_eagle3_features_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="EAGLE-1 drafter"):
         eagle1_config(**changes)
     with pytest.raises(UserError, match="which EAGLE-3 drafters have not"):
         drafter_config(fc_bias=True)
 
 
-def test_it_is_not_quantised(tmp_path: Path) -> None:
+def test_eagle1_is_not_quantised(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no server was tried with such a one in 8 bits"):
         quantised(read_checkpoint(str(save(tmp_path / "drafter"))), "int8", "it")
 
@@ -321,7 +322,7 @@ def test_fc_counts_at_every_depth() -> None:
     assert remembering_weights(config) == 64 * 128 + (32 + 32) * 64
 
 
-def test_it_is_planned_for_from_its_config_alone(tmp_path: Path) -> None:
+def test_planning_needs_the_config_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_config(drafter_of())))
     shape = drafter_shape(str(tmp_path / "config.json"))
     assert shape.config == eagle1_config()
@@ -330,7 +331,7 @@ def test_it_is_planned_for_from_its_config_alone(tmp_path: Path) -> None:
     assert (stored.own_embedding, stored.own_head) == (False, False)
 
 
-def test_its_config_is_one_of_its_own() -> None:
+def test_family_and_method_of_eagle1() -> None:
     config: DrafterConfig = eagle1_config()
     assert (config.family, config.method) == ("EAGLE-1/2", "eagle")
     assert (drafter_config().family, drafter_config().method) == ("EAGLE-3", "eagle3")

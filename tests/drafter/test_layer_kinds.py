@@ -1,11 +1,11 @@
-"""Drafters whose layers are not Llama's are read, written and refused as their servers would."""
+"""Drafters with layers of Qwen3 and DeepSeek: what is read, written and refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drafter_folders import config_of, contents, edit
 from each import each
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import checkpoint_of, read_checkpoint, write_checkpoint
@@ -21,30 +21,15 @@ def save(folder: Path, layout: str = "vllm", **changes: Any) -> Path:
     return folder
 
 
-def said(folder: Path) -> dict[str, Any]:
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return raw
-
-
-def edit(folder: Path, *, drop: tuple[str, ...] = (), **changes: Any) -> Path:
-    raw = {key: value for key, value in said(folder).items() if key not in drop}
-    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @each("layers", [1, 2])
-def test_qwen3_layers_come_back_from_speculators_as_they_were(tmp_path: Path, layers: int) -> None:
+def test_qwen3_layers_survive_speculators(tmp_path: Path, layers: int) -> None:
     first = save(tmp_path / "first", qk_norm=True, num_hidden_layers=layers, **V31)
     write_checkpoint(read_checkpoint(str(first)), tmp_path / "there", layout="speculators")
     write_checkpoint(read_checkpoint(str(tmp_path / "there")), tmp_path / "back")
     assert contents(tmp_path / "back") == contents(first)
-    assert said(first)["architectures"] == ["Eagle3Qwen3ForCausalLM"]
-    assert said(first)["model_type"] == "qwen3"
-    assert said(tmp_path / "there")["transformer_layer_config"]["model_type"] == "qwen3"
+    assert config_of(first)["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    assert config_of(first)["model_type"] == "qwen3"
+    assert config_of(tmp_path / "there")["transformer_layer_config"]["model_type"] == "qwen3"
     report = check(str(first))
     assert (report.ok, report.layers, report.findings) == (True, "qwen3", ())
 
@@ -55,7 +40,7 @@ def test_qwen3_layers_are_not_written_for_sglang(tmp_path: Path) -> None:
     assert not (tmp_path / "drafter").exists()
 
 
-def test_norms_that_the_architecture_does_not_have_are_an_error(tmp_path: Path) -> None:
+def test_norms_beside_llamas_architecture_are_an_error(tmp_path: Path) -> None:
     folder = save(tmp_path / "drafter", qk_norm=True)
     edit(folder, architectures=["LlamaForCausalLMEagle3"], model_type="llama")
     with pytest.raises(UserError, match=r"_norm.weight \[32\] is not part of this drafter; .*Eagle3Qwen3ForCausalLM"):
@@ -69,7 +54,7 @@ def test_norms_that_are_missing_are_an_error(tmp_path: Path) -> None:
         read_checkpoint(str(folder))
 
 
-def test_an_absent_head_dim_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
+def test_an_absent_head_dim_has_transformers_default(tmp_path: Path) -> None:
     folder = edit(save(tmp_path / "drafter", qk_norm=True, head_dim=128), drop=("head_dim",))
     assert read_checkpoint(str(folder)).config.head_dim == 128
 
@@ -109,24 +94,24 @@ def save_latent(folder: Path, layout: str = "vllm", *, mla: dict[str, Any] | Non
     "changes",
     [V31, {"num_hidden_layers": 2}, {"mla": {"q_lora_rank": None}}, {"rope_parameters": YARN, "draft_vocab_size": 32}],
 )
-def test_latent_drafters_come_back_as_they_were(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_latent_drafters_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
     first = save_latent(tmp_path / "first", **changes)
     read = read_checkpoint(str(first))
     write_checkpoint(read, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(first)
     assert read.config == latent_drafter_config(**{**changes, "mla": {**SMALL, **changes.get("mla", {})}})
-    assert said(first)["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
-    assert said(first)["model_type"] == "deepseek_v2"
+    assert config_of(first)["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    assert config_of(first)["model_type"] == "deepseek_v2"
     report = check(str(first))
     warned = ["q_lora_rank is null"] if "mla" in changes else []
     assert (report.ok, report.layers) == (True, "deepseek_v2")
     assert [one.message[:19] for one in report.findings] == warned
-    # One latent and one turned key as the key, and the latent as the value, in float32.
+    # Latent and rotated key as the key, and the latent as the value, in float32.
     layers = changes.get("num_hidden_layers", 1)
     assert report.kv_bytes_per_token == layers * (24 + 8 + 24) * 4
 
 
-def test_latent_drafters_come_back_from_sglang(tmp_path: Path) -> None:
+def test_latent_drafters_survive_sglang(tmp_path: Path) -> None:
     first = save_latent(tmp_path / "first", **V31)
     write_checkpoint(read_checkpoint(str(first)), tmp_path / "there", layout="sglang")
     write_checkpoint(read_checkpoint(str(tmp_path / "there")), tmp_path / "back")
@@ -142,7 +127,7 @@ def test_latent_drafters_come_back_from_sglang(tmp_path: Path) -> None:
         ("sglang", {"norm_before_residual": True}, "norm_before_residual is true and SGLang cannot"),
     ],
 )
-def test_what_no_server_of_a_format_runs_is_not_written(
+def test_formats_refuse_what_their_servers_do_not_run(
     tmp_path: Path, layout: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -178,9 +163,7 @@ def test_published_configs_of_large_targets_are_read(tmp_path: Path) -> None:
         ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "has attention_factor beside latent attention"),
     ],
 )
-def test_what_servers_compute_otherwise_or_not_at_all_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_servers_do_not_compute_alike_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = edit(save_latent(tmp_path / "drafter"), **changes)
     with pytest.raises(UserError, match=message) as caught:
         read_checkpoint(str(folder))
@@ -196,7 +179,7 @@ def test_latent_tensors_beside_another_architecture_are_an_error(tmp_path: Path)
     assert any("latent attention is DeepSeek's" in one.message for one in report.findings)
 
 
-def test_a_model_type_that_vllm_takes_for_something_else_is_warned_of(tmp_path: Path) -> None:
+def test_a_model_type_that_vllm_misreads_is_a_warning(tmp_path: Path) -> None:
     report = check(str(edit(save_latent(tmp_path / "drafter"), model_type="deepseek_v3")))
     assert report.ok
     assert [one.severity for one in report.findings] == ["warning"]

@@ -1,6 +1,6 @@
-"""The drafter computes what the contract says, whatever its flags, widths and rope.
+"""The drafter's forward pass equals its equations, for all flags, widths and ropes.
 
-The equations are written out here a second time, on plain tensors with their own rotation and softmax.
+The equations are written out here on plain tensors, with their own rotation and softmax.
 """
 
 import copy
@@ -18,12 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from each import each
-from eyas.drafter.attention import DenseAttention
 from eyas.drafter.checkpoint import checkpoint_of
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import DepthOutput, Drafter
 from eyas.drafter.rope import Rope
 from eyas.errors import UserError
+from oracle.dense import DenseAttention
 from tiny import drafter_config, latent_drafter_config, random_drafter
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
@@ -162,7 +162,7 @@ def assert_equal_runs(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tens
 
 
 @each("values", list(product([False, True], repeat=4)))
-def test_the_forward_is_the_contracts_for_every_combination_of_flags(values: tuple[bool, ...]) -> None:
+def test_the_forward_pass_equals_the_equations_for_all_flags(values: tuple[bool, ...]) -> None:
     drafter = random_drafter(drafter_config(**dict(zip(FLAGS, values, strict=True))))
     assert_equal_runs(run_ours(drafter), run_equations(drafter))
 
@@ -190,7 +190,7 @@ def test_the_forward_is_the_contracts_for_every_combination_of_flags(values: tup
         {"rope_parameters": {"rope_type": "default", "rope_theta": 37.0}},
     ],
 )
-def test_the_forward_is_the_contracts_for_every_shape(changes: dict[str, object]) -> None:
+def test_the_forward_pass_equals_the_equations_for_all_shapes(changes: dict[str, object]) -> None:
     drafter = random_drafter(drafter_config(**changes))
     ours = run_ours(drafter)
     assert ours[0][0].shape == (TOKENS, drafter.config.draft_vocab_size)
@@ -198,7 +198,7 @@ def test_the_forward_is_the_contracts_for_every_shape(changes: dict[str, object]
 
 
 def with_flag(drafter: Drafter, flag: str, value: bool) -> Drafter:
-    """The same weights under another flag; norms that were not there are drawn at random."""
+    """Return equal weights with another flag; new norms are random."""
     other = random_drafter(replace(drafter.config, **{flag: value}), seed=1)
     other.load_state_dict({k: v for k, v in drafter.state_dict().items() if k in other.state_dict()}, strict=False)
     return other
@@ -232,16 +232,6 @@ def test_norm_output_changes_the_feedback_and_nothing_else() -> None:
     assert not torch.allclose(plain.feedback, plain.normed, atol=1e-2)
 
 
-@each("norm_output", [False, True])
-def test_logits_come_from_the_normed_state_either_way(norm_output: bool) -> None:
-    drafter = random_drafter(drafter_config(norm_output=norm_output))
-    output = first_depth(drafter)
-    reference = Equations(drafter)
-    aux, tokens = inputs(drafter.config)
-    logits, _ = reference.depth(reference.fuse(aux), tokens, torch.arange(TOKENS))
-    assert_close(drafter.logits(output.normed), logits, atol=1e-5, rtol=1e-5)
-
-
 def test_fc_norm_norms_each_state_by_itself() -> None:
     drafter = random_drafter(drafter_config(fc_norm=True))
     aux, _ = inputs(drafter.config)
@@ -250,14 +240,6 @@ def test_fc_norm_norms_each_state_by_itself() -> None:
     assert_close(drafter.fuse(aux), drafter.fuse(louder), atol=1e-3, rtol=1e-3)
     together = with_flag(random_drafter(drafter_config(norm_before_fc=True)), "fc_norm", False)
     assert not torch.allclose(together.fuse(aux), together.fuse(louder), atol=1e-1)
-
-
-def test_logit_scale_scales_logits_only() -> None:
-    plain = random_drafter(drafter_config())
-    scaled = random_drafter(drafter_config(logit_scale=0.5))
-    mine, other = first_depth(plain), first_depth(scaled)
-    assert torch.equal(mine.normed, other.normed)
-    assert torch.equal(plain.logits(mine.normed) * 0.5, scaled.logits(other.normed))
 
 
 def test_bfloat16_is_close_to_float32() -> None:
@@ -338,7 +320,7 @@ def llama_config(config: DrafterConfig) -> LlamaConfig:
 
 
 def assert_later_layer_is(config: DrafterConfig, theirs: nn.Module) -> None:
-    """A layer behind the first gives what transformers' layer gives with its weights."""
+    """Compare a layer after the first with transformers' layer of equal weights."""
     ours = random_drafter(config).layers[1]
     theirs.eval().load_state_dict(ours.state_dict())
     hidden = torch.randn(1, TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -360,7 +342,7 @@ def test_later_layers_are_llamas(rope: str, bias: bool) -> None:
     assert_later_layer_is(config, LlamaDecoderLayer(llama_config(config), layer_idx=0))
 
 
-def test_later_layers_with_norms_of_queries_and_keys_are_qwen3s() -> None:
+def test_later_layers_with_qk_norm_are_qwen3s() -> None:
     config = drafter_config(num_hidden_layers=2, qk_norm=True)
     shape = Qwen3Config(**{**llama_config(config).to_dict(), "model_type": "qwen3"}, attn_implementation="eager")
     assert_later_layer_is(config, Qwen3DecoderLayer(shape, layer_idx=0))
@@ -417,12 +399,12 @@ def test_latent_attention_is_deepseeks(rope: str, q_lora_rank: int | None) -> No
 
 
 class ExpandingAttention(DenseAttention):
-    """The same, over every head's own keys and values."""
+    """Takes keys and values of every head."""
 
     expands_latents = True
 
 
-def test_what_a_latent_drafter_remembers_is_what_a_depth_shows_later_slots() -> None:
+def test_remember_returns_the_keys_and_values_of_step_with_latent_attention() -> None:
     drafter = random_drafter(latent_drafter_config())
     aux_TX, token_T = inputs(drafter.config)
     fused_TD, position_T = drafter.fuse(aux_TX), torch.arange(TOKENS)
@@ -533,7 +515,7 @@ def test_a_drafter_without_its_target_says_so() -> None:
 
 
 @each("values", product([False, True], repeat=3))
-def test_what_is_remembered_is_what_a_depth_shows_later_slots(values: tuple[bool, ...]) -> None:
+def test_remember_returns_the_keys_and_values_of_step(values: tuple[bool, ...]) -> None:
     flags = dict(zip(("fc_norm", "norm_before_residual", "qk_norm"), values, strict=True))
     drafter = random_drafter(drafter_config(**flags)).eval()
     aux_TX, token_T = inputs(drafter.config)

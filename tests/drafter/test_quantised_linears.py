@@ -1,4 +1,4 @@
-"""Drafters with linears in 8 bits: written as vLLM reads them, read back, dequantised, refused by name where broken."""
+"""Drafters with 8-bit linears: written as vLLM reads them, read back, dequantised, and refused by name if broken."""
 
 import json
 from collections.abc import Callable
@@ -76,9 +76,9 @@ def test_it_is_what_compressed_tensors_calls_w8a8(tmp_path: Path, kind: str) -> 
         meant = before.tensors[f"{name.replace('midlayer', 'layers.0')}.weight"].float()
         assert weight.dtype == STORED[kind]
         assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (len(weight), 1))
-        step = scale if kind == "int8" else meant.abs() / 8 + scale * 2**-8  # of fp8: 3 bits behind the first
+        step = scale if kind == "int8" else meant.abs() / 8 + scale * 2**-8  # of fp8: 3 bits after the first
         assert bool(((weight.float() * scale - meant).abs() <= step * 0.51).all())
-    # All else lies there bit for bit.
+    # Everything else is unchanged bit for bit.
     for name, tensor in tensors.items():
         assert torch.equal(tensor, before.tensors[name.replace("midlayer", "layers.0")]), name
     assert "lm_head.weight" in tensors
@@ -91,13 +91,13 @@ def test_conversions_keep_quantised_weights_bit_for_bit(tmp_path: Path, kind: st
     write_checkpoint(read_checkpoint(str(first)), tmp_path / "there", layout="speculators")
     write_checkpoint(read_checkpoint(str(tmp_path / "there")), tmp_path / "back")
     assert contents(tmp_path / "back") == contents(first)
-    # vLLM starts from this object, so it is where it looks.
+    # vLLM reads this object, so the setting is there.
     nested = json.loads((tmp_path / "there" / "config.json").read_text())["transformer_layer_config"]
     assert nested["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
 @each("kind", KINDS)
-def test_dequantised_it_is_a_plain_drafter_again(tmp_path: Path, kind: str) -> None:
+def test_dequantising_restores_a_plain_drafter(tmp_path: Path, kind: str) -> None:
     folder = save(tmp_path / "it", kind)
     read = read_checkpoint(str(folder))
     write_checkpoint(dequantised(read, "it"), tmp_path / "back")
@@ -110,11 +110,13 @@ def test_dequantised_it_is_a_plain_drafter_again(tmp_path: Path, kind: str) -> N
         assert torch.equal(tensor, read.tensors[name])
         close = 0.02 if kind == "int8" else 0.04
         assert float((tensor.float() - before.tensors[name].float()).norm()) <= close * float(tensor.float().norm())
-    write_checkpoint(dequantised(read, "it"), tmp_path / "sglang", layout="sglang")  # which takes no other
+    write_checkpoint(
+        dequantised(read, "it"), tmp_path / "sglang", layout="sglang"
+    )  # that layout takes no quantised drafter
     assert torch.equal(load_drafter(str(folder)).fc.weight, back.tensors["fc.weight"])
 
 
-def test_the_check_says_what_it_is(tmp_path: Path) -> None:
+def test_the_check_names_the_quantisation(tmp_path: Path) -> None:
     found = check(str(save(tmp_path / "it")))
     assert found.ok
     assert found.findings == ()
@@ -130,7 +132,7 @@ def test_the_check_says_what_it_is(tmp_path: Path) -> None:
     assert 0.9 * weights < whole.bytes - found.bytes < weights
 
 
-def test_a_linear_that_was_left_out_is_remarked_on(tmp_path: Path) -> None:
+def test_the_check_notes_a_linear_that_is_not_quantised(tmp_path: Path) -> None:
     folder = save(tmp_path / "it")
 
     def widen(tensors: dict[str, Tensor]) -> None:
@@ -143,7 +145,7 @@ def test_a_linear_that_was_left_out_is_remarked_on(tmp_path: Path) -> None:
     assert read_checkpoint(str(folder)).tensors["fc.weight"].dtype == torch.bfloat16
 
 
-def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
+def test_impossible_conversions_are_refused_by_name(tmp_path: Path) -> None:
     once = quantised(plain(), "int8", "it")
     with pytest.raises(UserError, match=r"it is quantised already \(int8 \(compressed-tensors\)\).*--quantize"):
         quantised(once, "fp8", "it")
@@ -183,14 +185,16 @@ def narrow(tensors: dict[str, Tensor]) -> None:
         ),
     ],
 )
-def test_broken_ones_are_refused(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: str) -> None:
+def test_broken_checkpoints_are_refused_by_name(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: str
+) -> None:
     folder = save(tmp_path / "it")
     edit(folder, change)
     with pytest.raises(UserError, match=words):
         read_checkpoint(str(folder))
 
 
-def test_configurations_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+def test_unknown_configurations_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "it")
     for changes, words in (
         ({"quant_method": "hqq"}, "'hqq'.*compressed-tensors"),
@@ -205,8 +209,8 @@ def test_configurations_that_are_not_understood_are_refused(tmp_path: Path) -> N
         (folder / "config.json").write_bytes(right)
 
 
-def test_other_published_layouts_are_read_too(tmp_path: Path) -> None:
-    """Blocks of fp8, as some people publish whole families."""
+def test_other_published_formats_are_read(tmp_path: Path) -> None:
+    """fp8 blocks, as some model families are published."""
     before = plain()
     folder = tmp_path / "it"
     write_checkpoint(before, folder)

@@ -1,4 +1,4 @@
-"""d2t is a table of offsets, and what is not one is refused."""
+"""d2t is a table of offsets; other tables are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A tiny target in letters with prompts for it; real prompts and a real drafter for what `make lossless` runs."""
+"""A tiny target with letters for tokens and prompts for it; real prompts and a real drafter for `make lossless`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="package", autouse=True)
 def tried_once() -> Iterator[None]:
-    """A fused pass of a model is tried for its first engine and not for the thousands that tests make: an eighth of the
-    time. A pass of other settings is another, and one that was refused is tried again.
+    """Try a fused pass of a model only for its first engine, not for the thousands that tests make: saves an eighth of
+    the time. Passes with other settings, and refused ones, are tried separately.
     """
     from eyas.engine.runner import fused_target
 
@@ -49,7 +49,7 @@ def tried_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def real_prompts(request: pytest.FixtureRequest, default_target: Target) -> RealPrompts:
-    """So many prompts of at most so many tokens, spread evenly over those of the file that are short enough."""
+    """Gives prompts of limited length, spread evenly over the file."""
     path = request.config.getoption("--prompts")
     if not path:
         pytest.skip("no --prompts FILE; run `make lossless PROMPTS=FILE`")
@@ -59,7 +59,7 @@ def real_prompts(request: pytest.FixtureRequest, default_target: Target) -> Real
 
 @pytest.fixture(scope="session")
 def real_drafter(request: pytest.FixtureRequest, default_target: Target) -> Drafter:
-    """The one given by --drafter, or the one that comes with eyas."""
+    """The drafter given by --drafter, or the shipped one."""
     from eyas.drafter.checkpoint import load_drafter
     from eyas.drafter.shipped import DEFAULT_DRAFTER
 
@@ -79,3 +79,11 @@ def prompts() -> list[tuple[int, ...]]:
     """Twelve prompts of 3 to 47 tokens."""
     rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
     return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
+
+
+@pytest.fixture(scope="session")
+def expected(target: Target, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Plain answers of the reference decoder to these prompts."""
+    from engine.common import plain
+
+    return [plain(target, prompt) for prompt in prompts]

@@ -1,17 +1,18 @@
-"""The cells that the depth policy is judged by: a simulated machine, users and an acceptance each.
+"""Cells of the depth policy: simulated machines, numbers of users and acceptances, for which speeds are compared.
 
-    host     seven machines without captured passes, four acceptances, 1, 4 and 16 users: 84 cells, each from nothing
-             and again behind a rehearsal
+    host     seven machines without captured passes, four acceptances, 1, 4 and 16 users: 84 cells, each with and
+             without a rehearsal
     device   three devices with captured passes and a step in flight, three acceptances, 1, 16, 64 and 256 users
-    late     two x86 cores, behind a rehearsal beside which another process ran
-    short    requests of 32 to 256 tokens by a fresh controller behind a rehearsal
+    late     two x86 cores, after a rehearsal that another process slowed down
+    short    requests of 32 to 256 tokens with a fresh controller after a rehearsal
 
-A cell's speed is told in parts of plain decoding, and of the best fixed depth.
+A cell's speed is relative to plain decoding, and to the best fixed depth.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import mean
 
 from engine import simulated as host
@@ -44,22 +45,22 @@ new: Make = partial(Controller, 7)
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What came of one."""
+    """Result of one cell."""
 
     kind: str
     name: str
     users: int
     acceptance: str
     of_plain: float
-    """Speed in parts of plain decoding's."""
+    """Speed relative to plain decoding."""
     of_best: float
-    """In parts of the best fixed depth's, plain decoding among them."""
+    """Speed relative to the best fixed depth, plain decoding included."""
     lost: float = 0.0
-    """Plain steps that drafting lost in all, in the worst run of a short request."""
+    """Most plain steps that drafting lost in any run of a short request."""
 
     @property
     def useless(self) -> bool:
-        """Whether the drafter guesses nothing."""
+        """Whether no draft is ever accepted."""
         return self.acceptance in USELESS_NAMES
 
     def __str__(self) -> str:
@@ -70,31 +71,38 @@ class Cell:
         )
 
 
+def _cell(
+    kind: str,
+    name: str,
+    users: int,
+    acceptance: str,
+    runs: Sequence[host.Run | device.Served],
+    rates: Sequence[float],
+    start: int = 0,
+) -> Cell:
+    """The cell of these runs; `rates` are those of fixed depths, beginning with plain decoding."""
+    of_plain = mean(run.rate() for run in runs) / rates[0]
+    of_best = mean(run.rate(start) for run in runs) / max(rates)
+    return Cell(kind=kind, name=name, users=users, acceptance=acceptance, of_plain=of_plain, of_best=of_best)
+
+
 def host_cells(make: Make = new, *, rehearsed: bool, seeds: int = 1) -> Iterator[Cell]:
-    """Rates against the best depth begin with step 150, those against plain decoding with the first."""
-    for name, machine in MACHINES.items():
-        for users, steps in STEPS.items():
-            for acceptance, profile in PROFILES.items():
-                plain = host.plain_rate(machine, users)
-                best = max(plain, host.best_rate(machine, profile, users=users))
-                runs = []
-                for seed in range(seeds):
-                    controller = make()
-                    if rehearsed:
-                        controller.rehearse(machine.rehearsal())
-                    runs.append(host.serve(controller, machine, profile, users=users, steps=steps, seed=seed))
-                yield Cell(
-                    kind="host rehearsed" if rehearsed else "host",
-                    name=name,
-                    users=users,
-                    acceptance=acceptance,
-                    of_plain=mean(run.rate() for run in runs) / plain,
-                    of_best=mean(run.rate(150) for run in runs) / best,
-                )
+    """Rates relative to the best depth start at step 150, those relative to plain decoding at the first."""
+    for (name, machine), (users, steps), (acceptance, profile) in product(
+        MACHINES.items(), STEPS.items(), PROFILES.items()
+    ):
+        rates = host.plain_rate(machine, users), host.best_rate(machine, profile, users=users)
+        runs = []
+        for seed in range(seeds):
+            controller = make()
+            if rehearsed:
+                controller.rehearse(machine.rehearsal())
+            runs.append(host.serve(controller, machine, profile, users=users, steps=steps, seed=seed))
+        yield _cell("host rehearsed" if rehearsed else "host", name, users, acceptance, runs, rates, start=150)
 
 
 def late_cells(make: Make = new, *, seeds: int = 4) -> Iterator[Cell]:
-    """The first 320 steps; all, plain steps alone, or those of one user took four times as long when rehearsed."""
+    """The first 320 steps. All steps, plain ones, or those of one user took four times as long when rehearsed."""
     machine = host.TWO_X86_CORES
     rehearsed = machine.rehearsal().steps
     for name, is_late in (
@@ -103,27 +111,18 @@ def late_cells(make: Make = new, *, seeds: int = 4) -> Iterator[Cell]:
         ("few late", lambda rows, arm: rows == 1),
     ):
         steps = {key: seconds * (4 if is_late(*key) else 1) for key, seconds in rehearsed.items()}
-        for users in (1, 4, 16):
-            for acceptance in ("random", "good"):
-                profile, runs = PROFILES[acceptance], []
-                for seed in range(seeds):
-                    controller = make()
-                    controller.rehearse(Rehearsal(steps=steps))
-                    runs.append(host.serve(controller, machine, profile, users=users, steps=320, seed=seed))
-                plain = host.plain_rate(machine, users)
-                yield Cell(
-                    kind="late rehearsal",
-                    name=name,
-                    users=users,
-                    acceptance=acceptance,
-                    of_plain=mean(run.rate() for run in runs) / plain,
-                    of_best=mean(run.rate() for run in runs)
-                    / max(plain, host.best_rate(machine, profile, users=users)),
-                )
+        for users, acceptance in product((1, 4, 16), ("random", "good")):
+            profile, runs = PROFILES[acceptance], []
+            for seed in range(seeds):
+                controller = make()
+                controller.rehearse(Rehearsal(steps=steps))
+                runs.append(host.serve(controller, machine, profile, users=users, steps=320, seed=seed))
+            rates = host.plain_rate(machine, users), host.best_rate(machine, profile, users=users)
+            yield _cell("late rehearsal", name, users, acceptance, runs, rates)
 
 
 def on(machine: Device, make: Make = new, *, rehearsed: bool = True) -> Controller:
-    """A controller for a device."""
+    """Make a controller for a device."""
     controller = make()
     controller.captures(SHAPES)
     if rehearsed:
@@ -132,28 +131,18 @@ def on(machine: Device, make: Make = new, *, rehearsed: bool = True) -> Controll
 
 
 def device_cells(make: Make = new, *, seeds: int = 2) -> Iterator[Cell]:
-    """Rates from the first step on. Answers end, so the runs of a fixed depth differ by luck from those of others."""
-    for name, machine in DEVICES.items():
-        for users in (1, 16, 64, 256):
-            for acceptance, chances in CHANCES.items():
-                rates = [_fixed(machine, chances, users, depth) for depth in (0, 1, 2, 3, 5, 7)]
-                runs = [
-                    serve_on(on(machine, make), machine, _always(chances), users=users, steps=300, seed=seed)
-                    for seed in range(seeds if users < 64 else 1)
-                ]
-                rate = mean(run.rate() for run in runs)
-                yield Cell(
-                    kind="device",
-                    name=name,
-                    users=users,
-                    acceptance=acceptance,
-                    of_plain=rate / rates[0],
-                    of_best=rate / max(rates),
-                )
+    """Rates from the first step on. Answers end at random lengths, so runs of equal depth differ a little."""
+    for (name, machine), users, (acceptance, chances) in product(DEVICES.items(), (1, 16, 64, 256), CHANCES.items()):
+        rates = [_fixed(machine, chances, users, depth) for depth in (0, 1, 2, 3, 5, 7)]
+        runs = [
+            serve_on(on(machine, make), machine, _always(chances), users=users, steps=300, seed=seed)
+            for seed in range(seeds if users < 64 else 1)
+        ]
+        yield _cell("device", name, users, acceptance, runs, rates)
 
 
 def short_cells(make: Callable[[Sequence[float]], Controller] | None = None, *, seeds: int = 10) -> Iterator[Cell]:
-    """One request by a fresh controller behind a rehearsal, of drafters with and without a record."""
+    """One request with a fresh controller after a rehearsal, for drafters with and without a recorded acceptance."""
     make = make or (lambda recorded: Controller(7, recorded=recorded))
     for name, machine in SHORT_MACHINES.items():
         for kind, record in (("short", ()), ("short recorded", GOOD)):
@@ -180,7 +169,7 @@ def short_cells(make: Callable[[Sequence[float]], Controller] | None = None, *, 
 
 
 def tree_cells(make: Make = new, *, trees: bool = True, seeds: int = 4) -> Iterator[Cell]:
-    """Few users of a large target whose drafter's further candidates catch what the first ones miss, or never do."""
+    """Few users of a large target. The drafter's further candidates are often right, or never."""
     middling = [0.6, 0.55, 0.5, 0.5, 0.5, 0.5, 0.5]
     for acceptance, siblings in (("siblings", (0.4, 0.15, 0.08)), ("none", ())):
         for users in (1, 4):
@@ -192,19 +181,11 @@ def tree_cells(make: Make = new, *, trees: bool = True, seeds: int = 4) -> Itera
                     controller.captures(device.WITH_TREES)
                 how = {"users": users, "steps": 400, "seed": seed}
                 runs.append(serve_on(controller, device.LARGE, _always(middling), siblings=siblings, **how))
-            rate = mean(run.rate() for run in runs)
-            yield Cell(
-                kind="trees",
-                name="8B",
-                users=users,
-                acceptance=acceptance,
-                of_plain=rate / rates[0],
-                of_best=rate / max(rates),
-            )
+            yield _cell("trees", "8B", users, acceptance, runs, rates)
 
 
 def changing_cells(make: Make = new, *, seeds: int = 3) -> Iterator[Cell]:
-    """Answers that turn from hard to easy and back, a drafter that collapses and returns, a machine that was busy."""
+    """Answers that turn from hard to easy and back, a drafter that collapses and recovers, a machine that was busy."""
 
     def turning(step: int) -> Sequence[float]:
         return [0.1 if step % 200 < 100 else 0.99] * 7
@@ -222,16 +203,8 @@ def changing_cells(make: Make = new, *, seeds: int = 3) -> Iterator[Cell]:
         runs = [
             serve_on(on(machine, make), machine, chances, users=users, steps=steps, seed=seed) for seed in range(seeds)
         ]
-        rate = mean(run.rate() for run in runs)
-        yield Cell(
-            kind="changing",
-            name=name,
-            users=users,
-            acceptance=chances.__name__,
-            of_plain=rate / rates[0],
-            of_best=rate / max(rates),
-        )
-    # What a probe takes after a rest is nearly two plain steps, and every fourth answer is hard.
+        yield _cell("changing", name, users, chances.__name__, runs, rates)
+    # A probe after a rest takes nearly two plain steps, and every fourth answer is hard.
     plain = host.plain_rate(host.SMALL_ON_FAST_GPU, 1)
     for name, profile, length in (
         ("rested", lambda request, step: [0.78 if request % 4 else 0.1] * 7, 127),
@@ -246,7 +219,7 @@ def changing_cells(make: Make = new, *, seeds: int = 3) -> Iterator[Cell]:
 
 
 def busy_spell() -> host.Machine:
-    """A GPU on which another process makes verification dear for 2,000 passes."""
+    """A GPU on which another process makes verification expensive for 2,000 passes."""
     left = iter(range(2000))
 
     def verify(tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""A device that finishes as late as it may: when somebody waits, or before by chance."""
+"""A device that runs everything as late as possible: when waited for, or earlier by chance."""
 
 import random
 from collections import deque
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class LateQueue:
-    """Runs functions in order, as late as it may."""
+    """Runs functions in order, as late as possible."""
 
     def __init__(self, seed: int = 0, haste: float = 0.0) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
         self._chance, self._haste = random.Random(seed), haste
         self.done = self.told = 0
         self.behind = 0
-        """The most functions that waited at once."""
+        """The most functions that were waiting at once."""
 
     def run(self, function: Callable[[], object]) -> None:
         self._waiting.append(function)
@@ -35,7 +35,7 @@ class LateQueue:
 
 
 class LateMark:
-    """A place among them."""
+    """A position in the queue."""
 
     def __init__(self, queue: LateQueue, at: int) -> None:
         self._queue, self._at = queue, at
@@ -44,5 +44,5 @@ class LateMark:
         self._queue.run_to(self._at)
 
     def seconds_since(self, earlier: "LateMark") -> float:
-        assert self._queue.done >= self._at, "to be waited for first"
+        assert self._queue.done >= self._at, "must be waited for first"
         return 1e-3 * (self._at - earlier._at)

@@ -1,4 +1,4 @@
-"""The drafts of every round, as they were verified."""
+"""Records the drafts of every round as they were verified."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,18 +10,18 @@ from eyas.engine.speculation.step_report import StepReport
 
 
 class Drafted(NamedTuple):
-    """What one request drafted in one round."""
+    """Drafts of one request in one round."""
 
     key: int
     behind: tuple[int, ...]
-    """The request's tokens at that time."""
+    """The request's tokens before the drafts."""
     drafts: tuple[int, ...]
     depth: int
 
 
 def note_drafts(engine: Engine, note: Callable[[Drafted], object]) -> Callable[[], None]:
-    """From now on note what is drafted, until what comes back is called. Of trees only where every step lands at once:
-    the next step grows others in their place.
+    """Record drafts until the returned function is called. Trees only in synchronous engines, where no later step
+    overwrites them.
     """
     core, commit = engine.core, engine.core._commit_round
 

@@ -1,4 +1,4 @@
-"""Engines whose rounds live on a device that is the processor, and a life for them to live through."""
+"""Engines that use rounds as on a GPU, with the CPU as device, and a scenario to run them through."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from engine.common import Prompts, request
 from engine.late_queue import LateQueue
-from engine.test_engine import request
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
@@ -21,7 +21,7 @@ from eyas.target.model import Target
 
 
 class Uncaptured(GraphCapture):
-    """The same functions where there is no CUDA: they just run."""
+    """Runs functions as they are, where there is no CUDA."""
 
     def _capture(self, function: Function) -> Function:
         return function
@@ -38,9 +38,9 @@ def round_engine(
     exact: bool = False,
     clock: Callable[[], float] = perf_counter,
 ) -> Engine:
-    """An engine whose steps are launched before the one before has landed, on a device that finishes late.
+    """An engine that launches each step before the previous one has landed, on a device that finishes late.
 
-    `exact` are its passes as on a CPU, else padded as captured.
+    `exact` uses the passes of a CPU instead of padded ones.
     """
     cpu = torch.device("cpu")
     device = RoundDevice(
@@ -53,12 +53,12 @@ def round_engine(
 
 
 def graphs_of(engine: Engine) -> GraphCapture:
-    """Its captured passes."""
+    """The engine's captured passes."""
     return engine.core.runner.capture
 
 
 def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
-    """From now on requests draft as deep as the mood says, and all of it is verified."""
+    """Make requests draft at the depths that `mood` returns."""
     choose = engine.controller.choose
 
     def moody(rows: Sequence[Any], **options: Any) -> Any:
@@ -68,8 +68,8 @@ def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
     engine.controller.choose = moody  # type: ignore[method-assign, assignment]
 
 
-def live_through(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Tokens and the depths they came from, while depths change at random and users come and go."""
+def live_through(engine: Engine, prompts: Prompts) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Tokens of requests and the depths they came from, while depths change at random and users come and go."""
     source = random.Random(3)
     make_moody(engine, lambda: source.choice([0, 0, 1, 2, 5, 7]))
     tokens: dict[int, list[int]] = {}

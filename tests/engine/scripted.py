@@ -1,4 +1,4 @@
-"""Targets and drafters of a few lines, and chance that takes every turn: decoding laws computed, not estimated."""
+"""Scripted targets and drafters, and random draws that take every turn: decoding laws are computed, not estimated."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +27,7 @@ def constant_table(*probabilities: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ScriptedTarget:
-    """The last two tokens decide the next; auxiliary states are the tokens, so that a drafter can check them."""
+    """The last two tokens decide the next. Auxiliary states are the tokens, so that a drafter can check them."""
 
     table: Tensor
 
@@ -41,7 +41,7 @@ class ScriptedTarget:
 
 @dataclass(frozen=True)
 class ScriptedDrafter:
-    """As the target, with a table of its own. Its state is the text so far."""
+    """A drafter with a table like the target's. Its state is the text so far."""
 
     table: Tensor
 
@@ -58,7 +58,7 @@ class ScriptedDrafter:
 
 @dataclass
 class Replay:
-    """Takes given turns, then the first possible one at each fork, and notes how many there were."""
+    """Takes given turns, then the first possible one at each fork; records the forks."""
 
     turns: Sequence[int]
     taken: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Replay:
 
 
 def exact_law(run: Callable[[Replay], Result]) -> dict[Result, float]:
-    """The distribution of what `run` returns: depth first through every turn that chance can take."""
+    """The distribution of what `run` returns, by depth-first search through every random turn."""
     law: dict[Result, float] = defaultdict(float)
     turns: list[int] = []
     while True:

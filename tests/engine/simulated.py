@@ -1,7 +1,6 @@
-"""A machine, a drafter and requests made of numbers: thousands of steps of an engine in a second, on a virtual clock.
+"""Simulated machines, drafters and requests: thousands of engine steps per second on a virtual clock.
 
-The clock runs on true costs, and the controller sees them through noise. So two runs differ by what was chosen, not by
-luck with the noise.
+The clock runs on true costs; the controller sees them through noise. So two runs differ only by the depths chosen.
 """
 
 import random
@@ -21,13 +20,13 @@ REHEARSED_ROWS, REHEARSED_DEPTHS, REHEARSED_TOKENS = (1, 4, 16), (0, 1, 3, 7), 6
 
 Mode = Literal["auto", "off", "fixed"]
 Seconds = Callable[[int], float]
-"""What a pass of so many tokens takes."""
+"""Duration of a pass over so many tokens."""
 Profile = Callable[[int, int], Sequence[float]]
-"""Chances of acceptance by depth, given the request's number and the step."""
+"""Acceptance probabilities by depth, given the request's number and the step."""
 
 
 def through(*points: tuple[int, float]) -> Seconds:
-    """The polygon through points of (tokens, milliseconds), extended past its end."""
+    """Interpolate through points of (tokens, milliseconds), extrapolating at the end."""
     counts = [count for count, _ in points]
 
     def seconds(count: int) -> float:
@@ -39,32 +38,32 @@ def through(*points: tuple[int, float]) -> Seconds:
 
 
 def in_tiles(seconds: Seconds, tile: int) -> Seconds:
-    """The same costs, paid by whole tiles."""
+    """Round costs up to whole tiles of tokens."""
     return lambda count: seconds(-(-count // tile) * tile)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What passes truly cost, and how unclearly that is seen."""
+    """True costs of passes, and the noise of their measurement."""
 
     verify: Seconds
     read: Seconds
     deepen: Seconds
     wake: float = 0.0
-    """What it takes beforehand to read more than a captured pass reads, for requests that have rested."""
+    """Extra time to read more states than a captured pass reads, for requests that have rested."""
     per_context_token: float = 0.0
     rest: Callable[[int, bool], float] = lambda requests, drafting: 0.0
-    """What the host takes beside all passes."""
+    """Host time beside all passes."""
     overlapped: bool = False
-    """Whether it takes that meanwhile: the next step is chosen before this one's numbers have arrived."""
+    """Whether host time overlaps with the passes; the next step is then chosen before this one's results are known."""
     noise: float = 0.05
     outliers: float = 0.02
-    """How often a pass takes three to ten times as long."""
+    """How often a measurement is three to ten times too long."""
     slower: Callable[[int], float] = lambda step: 1.0
-    """The machine as a whole, by step."""
+    """Slowdown of the whole machine, by step."""
 
     def rehearsal(self) -> Rehearsal:
-        """Whole steps of some sizes with short contexts, each timed twice, through the same noise."""
+        """Measured whole steps of some sizes with short contexts, each the better of two noisy measurements."""
         chance = random.Random(1)
 
         def seen(rows: int, depth: int) -> float:
@@ -98,13 +97,13 @@ TWO_CORES = Machine(
     read=lambda count: 3.7e-3 + 1.6e-4 * count,
     deepen=lambda count: 3.7e-3 + 1.6e-4 * count,
 )
-"""SmolLM2 and the drafter that comes with eyas, as the controller saw them on two Neoverse-N1 cores."""
+"""SmolLM2 with the shipped drafter, as measured by the controller on two Neoverse-N1 cores."""
 TWO_X86_CORES = Machine(
     verify=through((1, 7), (2, 8), (4, 9), (8, 12), (16, 20), (32, 33), (64, 60), (128, 112)),
     read=lambda count: 3.4e-3 + 1.5e-4 * count,
     deepen=lambda count: 3.4e-3 + 1.5e-4 * count,
 )
-"""The same on two x86 cores: drafts pay for one user, and no more for four."""
+"""The same models on two x86 cores: drafts pay for one user, but not for four."""
 GPU = Machine(
     verify=through((1, 4.9), (64, 4.9), (512, 14)),
     read=lambda count: 5e-4 + 5e-7 * count,
@@ -124,9 +123,9 @@ SMALL_ON_FAST_GPU = Machine(
     wake=2e-3,
     rest=lambda requests, drafting: 9e-5 + requests * (1.2e-5 if drafting else 4e-6),
 )
-"""SmolLM2 as the controller saw it on an H200: what has waited for long is read operation by operation."""
+"""SmolLM2 as measured on an H200: states that have waited are read operation by operation."""
 SLOW_HOST = replace(SMALL_ON_GPU, rest=lambda requests, drafting: 2e-4 + requests * (2.5e-4 if drafting else 2e-5))
-"""And a host that is slow at drafts."""
+"""With a host that is slow at drafting."""
 SMALL_ON_H200 = Machine(
     verify=through((1, 0.62), (16, 0.68), (64, 0.78), (256, 1.5), (1024, 4.2)),
     read=lambda count: 1.6e-4 + 2e-7 * count,
@@ -134,7 +133,7 @@ SMALL_ON_H200 = Machine(
     rest=lambda requests, drafting: 2.5e-4 + requests * (8e-6 if drafting else 5e-6),
     overlapped=True,
 )
-"""A 135M target whose round lives on an H200, one step in flight: from 64 users on the host takes as long."""
+"""A 135M target on an H200 with one step in flight; from 64 users on the host is as slow as the device."""
 LARGE_ON_H200 = Machine(
     verify=through((1, 4.66), (16, 4.93), (64, 5.44), (256, 8.93), (1024, 25)),
     read=lambda count: 4.6e-4 + 1e-6 * count,
@@ -142,7 +141,7 @@ LARGE_ON_H200 = Machine(
     rest=lambda requests, drafting: 2.5e-4 + requests * (8e-6 if drafting else 5e-6),
     overlapped=True,
 )
-"""The same of an 8B target, as its device times were measured."""
+"""An 8B target on an H200, by measured device times."""
 TILED_GPU = Machine(
     verify=in_tiles(through((1, 5), (64, 10), (512, 60)), 16),
     read=lambda count: 5e-4 + 5e-7 * count,
@@ -151,7 +150,7 @@ TILED_GPU = Machine(
 
 
 def chances(*by_depth: float) -> Profile:
-    """Every request alike; the last chance holds for all deeper drafts."""
+    """The same probabilities for every request; the last one holds for all deeper drafts."""
     padded = [*by_depth, *[by_depth[-1]] * MAX_DEPTH][:MAX_DEPTH]
     return lambda request, step: padded
 
@@ -160,14 +159,14 @@ RANDOM, POOR, GOOD, GREAT = chances(0.0), chances(0.3, 0.25), chances(0.73, 0.71
 
 
 class Policy(Protocol):
-    """What steers a run."""
+    """Chooses the depths of a run."""
 
     def choose(self, rows: Sequence[RowFacts]) -> Choice: ...
 
 
 @dataclass(frozen=True)
 class Always:
-    """One depth, whatever happens."""
+    """Always chooses one depth."""
 
     depth: int
 
@@ -185,15 +184,15 @@ class Request:
     depth: int | None = None
     pending: int = 8
     sure: list[float] = field(default_factory=list)
-    """The true chance of each draft of this round."""
+    """True acceptance probability of each draft of this round."""
     hits: list[bool] = field(default_factory=list)
-    """Whether the first candidate of each depth is the target's token, if all before it are."""
+    """Whether the first candidate of each depth is right, given that all before it are."""
     made: int = 0
 
 
 @dataclass
 class Run:
-    """What came of it, step by step."""
+    """Results of a run, step by step."""
 
     tokens: list[int] = field(default_factory=lambda: [0])
     seconds: list[float] = field(default_factory=lambda: [0.0])
@@ -202,7 +201,7 @@ class Run:
     reasons: list[str] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
     reading: list[float] = field(default_factory=lambda: [0.0])
-    """Seconds so far in which the drafter read along, which nobody chooses."""
+    """Seconds so far that the drafter spent on reading along, which no choice affects."""
 
     def rate(self, start: int = 0, end: int = -1) -> float:
         """Tokens per second between two steps."""
@@ -214,14 +213,14 @@ class Run:
 
 @dataclass
 class Engine:
-    """An engine without models."""
+    """An engine with simulated models."""
 
     policy: Policy
     machine: Machine
     profile: Profile
     users: Callable[[int], int]
     spread: float = 0.3
-    """How far the chances of single drafts lie from the profile's."""
+    """How far the probabilities of single drafts deviate from the profile's."""
     length: int = 200
     mode: Callable[[int], tuple[Mode, int | None]] = lambda number: ("auto", None)
     seed: int = 0
@@ -233,12 +232,12 @@ class Engine:
         self.run, self.step, self.now, self.numbers = Run(), 0, 0.0, 0
         self.read_along = 0.0
         self.seen = 0.0
-        """Seconds of the step under way, as they were seen."""
+        """Measured seconds of the current step."""
         self.chosen_at, self.until, self.held = 0, 0, False
         self.chosen_for: set[int] = set()
 
     def take_time(self, seconds: float) -> float:
-        """Let the clock run, and say what was seen of it."""
+        """Advance the clock; returns the measured seconds."""
         seconds *= self.machine.slower(self.step)
         self.now += seconds
         late = self.chance.uniform(3, 10) if self.chance.random() < self.machine.outliers else 1.0
@@ -326,12 +325,12 @@ class Engine:
         self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
 
     def observe_late(self) -> None:
-        """Where steps overlap, the numbers of the step before have arrived by now: the next is already chosen."""
+        """With overlap, observe the previous step only now, after the next one was chosen."""
         if self.controller and self.machine.overlapped and self.step:
             self.controller.observe(self.report)
 
     def host(self, began: float, *, drafting: bool) -> None:
-        """What is done beside all passes, or meanwhile, where there is anything."""
+        """Add the host's time, or what exceeds the passes if it overlaps."""
         seconds = self.machine.rest(len(self.requests), drafting)
         if self.machine.overlapped:
             seconds = max(0.0, seconds - (self.now - began) / self.machine.slower(self.step))
@@ -352,7 +351,7 @@ class Engine:
         return gained
 
     def read_lumps(self) -> None:
-        """Who has not drafted for long is read for all the same, all together, and only for keys and values."""
+        """Read the states of requests that have not drafted for long, together and for keys and values only."""
         if self.controller and max(r.pending for r in self.requests) >= LUMP:
             seconds = self.machine.read(sum(r.pending for r in self.requests) // 3) * self.machine.slower(self.step)
             self.now += seconds
@@ -370,13 +369,13 @@ def serve(
     steps: int,
     **options: Any,
 ) -> Run:
-    """Run an engine for so many steps; users that leave are followed by others."""
+    """Run an engine for so many steps; finished requests are replaced by new ones."""
     many = users if callable(users) else lambda step: users
     return Engine(policy, machine, profile, many, **options).steps(steps)
 
 
 def seconds_of(machine: Machine, users: int, passes: float, *, drafting: bool) -> float:
-    """What a step takes whose passes take so long."""
+    """Duration of a step whose passes take `passes`."""
     rest = machine.rest(users, drafting)
     return max(passes, rest) if machine.overlapped else passes + rest
 
@@ -387,7 +386,7 @@ def plain_rate(machine: Machine, users: int) -> float:
 
 
 def fixed_rate(machine: Machine, profile: Profile, *, users: int, depth: int) -> float:
-    """Expected tokens per second at one depth, requests being alike."""
+    """Expected tokens per second at one depth, with equal requests."""
     tokens, survival = 1.0, 1.0
     for chance in profile(0, 0)[:depth]:
         survival *= chance
@@ -398,5 +397,5 @@ def fixed_rate(machine: Machine, profile: Profile, *, users: int, depth: int) ->
 
 
 def best_rate(machine: Machine, profile: Profile, *, users: int) -> float:
-    """The best of all fixed depths, plain decoding among them."""
+    """The best rate of all fixed depths, plain decoding included."""
     return max(fixed_rate(machine, profile, users=users, depth=depth) for depth in range(MAX_DEPTH + 1))

@@ -1,7 +1,7 @@
-"""A device with a step in flight whose passes are captured, made of measured milliseconds: no models, a virtual clock.
+"""A simulated device with captured passes and one step in flight, with measured costs on a virtual clock.
 
-A step takes as long as the slower of host and device. It is chosen before the numbers of the step before it have
-arrived, and pays for all tokens of its shape, used or not.
+A step takes as long as the slower of host and device. It is chosen before the previous step's results are known, and
+pays for all tokens of its captured shape, used or not.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ def seconds_at(points: Points, count: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What passes take on it, and the host beside it."""
+    """Costs of passes, and of the host beside it."""
 
     verify: Points
-    """With the sampler, by tokens, in the least context."""
+    """With sampling, by tokens, at the shortest context."""
     per_row: float
-    """Milliseconds that the contexts of one row take."""
+    """Milliseconds for the context of one row."""
     first: Points
     """The drafter's first pass, by rows."""
     further: Points
@@ -55,7 +55,7 @@ class Device:
         return seconds_at(self.first, rows) + (depth - 1) * seconds_at(self.further, rows)
 
     def grow_seconds(self, shape: Shape, rows: int) -> float:
-        """Trees have as many nodes of a depth as they are wide, and somebody has to choose them."""
+        """A tree has as many nodes per depth as it is wide, and choosing them takes time."""
         further = seconds_at(self.further, rows * shape.width) + 3e-5
         return seconds_at(self.first, rows) + (shape.depth - 1) * further + 3e-5
 
@@ -66,7 +66,7 @@ class Device:
         return seconds_at(self.drafting_host if drafting else self.plain_host, rows)
 
     def rehearsal(self) -> Rehearsal:
-        """As timed with nobody's rows: no contexts are read."""
+        """Steps timed on blank rows, without contexts."""
         steps: dict[tuple[int, Arm], float] = {}
         for rows, depth in product((1, 4, 16, 64, 256), (0, *SHAPES.depths)):
             drafting = self.draft_seconds(depth, rows) if depth else 0.0
@@ -78,14 +78,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Fixed:
-    """One depth, whatever happens."""
+    """Always one depth."""
 
     depth: int
 
 
 @dataclass
 class Served:
-    """What came of it, step by step."""
+    """Results of a run, step by step."""
 
     tokens: list[int] = field(default_factory=lambda: [0])
     seconds: list[float] = field(default_factory=lambda: [0.0])
@@ -109,9 +109,10 @@ def serve_on(
     noise: float = 0.03,
     siblings: tuple[float, ...] = (),
 ) -> Served:
-    """So many steps. `chances` are those of the drafts of every depth, by step; each draft lies above or below them.
+    """Run so many steps. `chances` returns acceptance probabilities by depth for a step; each draft's own one is above
+    or below.
 
-    Where a first candidate is not the token, the second, third, ... is with the chances of `siblings`.
+    Where the first candidate is wrong, the second, third, ... is right with the probabilities of `siblings`.
     """
     source, run = np.random.default_rng(seed), Served()
     controller = policy if isinstance(policy, Controller) else None
@@ -134,7 +135,7 @@ def serve_on(
                 since, changed = 0, False
             since += 1
             depth = choice.depth
-            if late is not None:  # the numbers of the step before arrive when this one is launched
+            if late is not None:  # the previous step's results arrive when this one is launched
                 controller.observe(late)
         report, passes = StepReport(choice=choice, requests=users), 0.0
         if pending.max() > (MAX_DEPTH + 1 if depth else MOST_WAITING - 1):
@@ -189,7 +190,7 @@ def serve_on(
 def _walk(
     key: int, shape: Shape, chances: Any, siblings: tuple[float, ...], source: np.random.Generator
 ) -> RoundOutcome:
-    """The fate of a tree in which the drafter is as sure of its candidates as it is right."""
+    """Outcome of a tree whose confidences are the true probabilities."""
     at_depth = [
         (first, *((1 - first) * share for share in (*siblings, *([0.0] * shape.width))[: shape.width - 1]))
         for first in chances[: shape.depth]
@@ -221,7 +222,7 @@ SMALL = Device(
     plain_host=((1, 0.4), (64, 1.2), (256, 6.3)),
     drafting_host=((1, 0.6), (64, 3.0), (256, 8.8)),
 )
-"""A 135M target on an H200, as its passes and its host were measured."""
+"""A 135M target on an H200, as measured."""
 SMALL_WITH_LEAN_HOST = Device(
     verify=SMALL.verify,
     per_row=SMALL.per_row,
@@ -238,4 +239,4 @@ LARGE = Device(
     plain_host=((1, 0.4), (64, 1.2), (256, 6.3)),
     drafting_host=((1, 0.6), (64, 3.0), (256, 8.8)),
 )
-"""The same of an 8B target."""
+"""An 8B target on an H200."""

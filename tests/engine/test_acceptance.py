@@ -1,4 +1,4 @@
-"""Acceptance is estimated by depth; what is no longer true is forgotten fast."""
+"""Acceptance is estimated by depth, and outdated estimates are forgotten fast."""
 
 import random
 from itertools import accumulate
@@ -6,6 +6,7 @@ from operator import mul
 
 import pytest
 
+from each import each
 from eyas.engine.speculation.acceptance import GUESS, RECENT, Acceptance
 from eyas.engine.speculation.step_report import RoundOutcome
 from eyas.plan.shapes import Shape
@@ -14,7 +15,7 @@ TRUE = [0.8, 0.7, 0.6, 0.5]
 
 
 def play(acceptance: Acceptance, chances: list[float], rounds: int, chance: random.Random) -> None:
-    """Rounds of full depth with these chances."""
+    """Observe rounds of full depth with these acceptance probabilities."""
     for _ in range(rounds):
         accepted = next((depth for depth, p in enumerate(chances) if chance.random() >= p), len(chances))
         acceptance.observe([(len(chances), accepted)])
@@ -33,7 +34,7 @@ def test_a_few_misses_end_the_first_guess() -> None:
     assert acceptance.by_depth[0] < 0.12
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_estimates_approach_the_truth_at_every_depth(seed: int) -> None:
     acceptance = Acceptance(4)
     play(acceptance, TRUE, 2000, random.Random(seed))
@@ -41,7 +42,7 @@ def test_estimates_approach_the_truth_at_every_depth(seed: int) -> None:
     assert acceptance.survivals == pytest.approx(list(accumulate(acceptance.by_depth, mul)))
 
 
-def test_drafts_behind_a_refused_one_are_not_counted() -> None:
+def test_drafts_behind_a_rejected_one_are_not_counted() -> None:
     acceptance = Acceptance(4)
     for _ in range(100):
         acceptance.observe([(4, 1)])
@@ -50,7 +51,7 @@ def test_drafts_behind_a_refused_one_are_not_counted() -> None:
     assert acceptance.by_depth[2] == pytest.approx(0.95 * acceptance.by_depth[1]), "never tried"
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.8, 0.0), (0.05, 0.8)])
+@each(("before", "after"), [(0.8, 0.0), (0.05, 0.8)])
 def test_a_change_is_noticed_within_a_few_dozen_rounds(before: float, after: float) -> None:
     acceptance, chance = Acceptance(4), random.Random(0)
     play(acceptance, [before] * 4, 3000, chance)
@@ -67,7 +68,7 @@ def test_probes_count_for_more_than_what_was_before_them() -> None:
     assert acceptance.by_depth[0] > 0.3
 
 
-def test_a_drafter_is_proven_by_accepted_drafts_alone_and_no_longer_once_there_is_doubt() -> None:
+def test_a_drafter_is_proven_by_accepted_drafts_only_and_no_longer_after_doubt() -> None:
     acceptance = Acceptance(4, [0.9] * 4)
     acceptance.observe([(3, 0)] * 200)
     assert not acceptance.proven
@@ -77,7 +78,7 @@ def test_a_drafter_is_proven_by_accepted_drafts_alone_and_no_longer_once_there_i
     assert not acceptance.proven
 
 
-def test_rounds_told_at_once_count_as_one_by_one() -> None:
+def test_equal_rounds_observed_at_once_count_as_one_by_one() -> None:
     at_once, one_by_one = Acceptance(4), Acceptance(4)
     at_once.observe([(4, 2)] * 30)
     for _ in range(30):
@@ -89,7 +90,7 @@ def test_rounds_told_at_once_count_as_one_by_one() -> None:
 TREE = Shape(kind="tree", depth=3, width=2, budget=6)
 
 
-def test_in_a_tree_ranks_alone_tell_how_first_candidates_fared() -> None:
+def test_in_a_tree_only_ranks_tell_about_first_candidates() -> None:
     acceptance = Acceptance(4)
     by_sibling = RoundOutcome(key=0, drafted=3, accepted=2, ranks=[2, 1, 0])
     acceptance.observe_trees(TREE, [by_sibling] * 300)
@@ -100,7 +101,7 @@ def test_in_a_tree_ranks_alone_tell_how_first_candidates_fared() -> None:
     assert acceptance.by_depth[1] < 0.05
 
 
-def test_what_trees_give_beyond_chains_is_learnt() -> None:
+def test_gains_of_trees_over_chains_are_learned() -> None:
     acceptance = Acceptance(4)
     acceptance.observe([(3, 1)] * 500)
     before = acceptance.gain(TREE)
@@ -110,7 +111,7 @@ def test_what_trees_give_beyond_chains_is_learnt() -> None:
     assert acceptance.gain(3) == pytest.approx(1.0, abs=0.05)
 
 
-def test_collapse_and_return_are_said_once_each() -> None:
+def test_collapse_and_recovery_are_reported_once_each() -> None:
     acceptance, chance = Acceptance(4), random.Random(0)
     play(acceptance, TRUE, 300, chance)
     assert acceptance.take_events() == []
@@ -124,8 +125,8 @@ def test_collapse_and_return_are_said_once_each() -> None:
     assert acceptance.take_events() == []
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_mediocre_drafter_is_not_called_collapsed(seed: int) -> None:
+@each("seed", range(4))
+def test_a_mediocre_drafter_is_not_reported_as_collapsed(seed: int) -> None:
     acceptance = Acceptance(4)
     play(acceptance, [0.35] * 4, 3000, random.Random(seed))
     assert acceptance.take_events() == []

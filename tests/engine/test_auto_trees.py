@@ -1,4 +1,4 @@
-"""Trees that are grown for requests on auto: answers never show them."""
+"""Draft trees for requests on auto: answers are the same as without."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
-from engine.test_engine import expected as expected  # a fixture
+from engine.common import OFF, SAMPLINGS, Prompts, at_depth, options, request, requests, run, tokens_of
 from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
 from eyas.engine.runner.round import Round, RoundResults
 from eyas.engine.speculation.draft import Candidates, Tree
-from eyas.engine.speculation.drift import FEWEST_CHECKUPS
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport, outcome_of_tree
 from eyas.errors import UserError
 from eyas.plan.shapes import Shape
@@ -30,8 +28,8 @@ from oracle.rejection import SeededDraws
 
 
 def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: Any) -> Engine:
-    """An engine whose controller finds that this tree pays for whoever is on auto, unless a depth is fixed for others.
-    Its clock ticks by use."""
+    """An engine whose controller always chooses this tree for requests on auto, unless others have a fixed depth. Its
+    clock advances on each use."""
     engine = Engine(target, drafter, config=options(**changes), clock=count(0.0, 1e-3).__next__)
     decide = engine.controller._decide
     shape = Shape(kind="tree", depth=tree.depth, width=tree.width, budget=tree.budget)
@@ -48,27 +46,27 @@ class Grown:
     """The tree of a row as it was verified."""
 
     place: tuple[int, int]
-    """Its request, and how many tokens that had."""
+    """Request key and its number of tokens."""
     depth: int
-    """Of the pass."""
+    """Depth of the pass."""
     slots: int
-    """That the row had."""
+    """Draft slots of the row."""
     draft: Draft
     candidates: list[Candidates]
 
 
 @pytest.fixture
 def grown(monkeypatch: pytest.MonkeyPatch) -> list[Grown]:
-    """All trees."""
+    """Collects all verified trees."""
     found: list[Grown] = []
     collect = Round.collect
 
-    def collected(made: Round) -> RoundResults:
-        results, trees = collect(made), made.trees
+    def collected(round_: Round) -> RoundResults:
+        results, trees = collect(round_), round_.trees
         if trees is not None:
             assert results.verified is not None
             assert results.trees is not None
-            for number, (row, nodes) in enumerate(zip(made.rows, results.verified, strict=True)):
+            for number, (row, nodes) in enumerate(zip(round_.rows, results.verified, strict=True)):
                 draft = Draft(
                     tokens=tuple(trees.kept_token_RQ[number, 1 : 1 + nodes].tolist()),
                     parents=tuple((trees.kept_parent_RQ[number, 1 : 1 + nodes] - 1).tolist()),
@@ -89,15 +87,15 @@ TREES = [Tree(depth=3, width=2, budget=6), Tree(depth=4, width=4, budget=24), Tr
 def test_greedy_answers_equal_plain_decoding(
     target: Target,
     tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    expected: list[tuple[int, ...]],
+    prompts: Prompts,
+    expected: Prompts,
     tree: Tree,
     rows: int,
     grown: list[Grown],
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, tree, max_num_seqs=rows)
-    answers = run(engine, [request(prompt) for prompt in prompts])
-    assert [answer.tokens for answer in answers] == expected
+    answers = run(engine, requests(prompts))
+    assert tokens_of(answers) == expected
     assert any(not one.draft.is_chain for one in grown)
     assert engine.stats.accepted > 0
     assert max(depth for answer in answers for depth in answer.depths) <= tree.depth
@@ -107,10 +105,10 @@ def test_greedy_answers_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("tree", [*TREES, Tree(depth=5, width=1, budget=5), Tree(depth=9, width=2, budget=12)], ids=str)
-def test_they_are_the_trees_of_the_reference(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], tree: Tree, grown: list[Grown]
+def test_trees_equal_those_of_the_reference(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, tree: Tree, grown: list[Grown]
 ) -> None:
-    """Node by node, as long as there is room for whole trees."""
+    """Node by node, while there is room for whole trees."""
     dense, eagle = DenseTarget(target, tiny_drafter.config), EagleDraft(tiny_drafter)
     shape, most = ReferenceTree(depth=tree.depth, width=tree.width, budget=tree.budget), tree.slots + 24
     for prompt in prompts[4:6]:
@@ -130,41 +128,21 @@ def test_they_are_the_trees_of_the_reference(
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_a_seed_gives_the_same_tokens(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any, grown: list[Grown]
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, sampling: Any, grown: list[Grown]
 ) -> None:
     asked = [request(prompt, sampling=sampling, seed=seed) for seed, prompt in enumerate(prompts)]
     plainly = run(Engine(target, tiny_drafter, config=options()), [replace(one, speculation=OFF) for one in asked])
     answers = run(engine_with_trees(target, tiny_drafter, TREES[1]), asked)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plainly]
+    assert tokens_of(answers) == tokens_of(plainly)
     assert any(not one.draft.is_chain for one in grown)
-
-
-def test_ends_shortest_lengths_and_logprobs(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
-) -> None:
-    stops = frozenset(expected[3][:4])
-    asked = [
-        request(prompts[3], stop_ids=stops, min_new_tokens=8),
-        request(prompts[4], stop_ids=frozenset({expected[4][5]})),
-        request(prompts[2], logprobs=3),
-    ]
-    theirs = run(Engine(target, tiny_drafter, config=options()), [replace(one, speculation=OFF) for one in asked])
-    ours = run(engine_with_trees(target, tiny_drafter, TREES[0]), asked)
-    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    assert [answer.finished for answer in ours] == [answer.finished for answer in theirs]
-    assert ours[2].logprobs is not None
-    assert theirs[2].logprobs is not None
-    for a, b in zip(ours[2].logprobs, theirs[2].logprobs, strict=True):
-        assert (a.token, a.rank) == (b.token, b.rank)
-        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{"max_num_batched_tokens": 9}, {"block_size": 1}], ids=str)
 def test_a_tree_is_cut_where_slots_are_short(
     target: Target,
     tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    expected: list[tuple[int, ...]],
+    prompts: Prompts,
+    expected: Prompts,
     changes: dict[str, Any],
     grown: list[Grown],
 ) -> None:
@@ -173,55 +151,37 @@ def test_a_tree_is_cut_where_slots_are_short(
     engine = engine_with_trees(
         target, tiny_drafter, TREES[1], **{"max_model_len": 64, "memory": blocks * per_block, **changes}
     )
-    answers = run(engine, [request(prompt) for prompt in prompts])
-    assert [answer.tokens for answer in answers] == expected
+    assert tokens_of(run(engine, requests(prompts))) == expected
     assert any(one.slots < TREES[1].slots for one in grown)
     assert all(len(one.draft.tokens) <= min(one.slots, TREES[1].budget) for one in grown)
 
 
 def test_beside_requests_of_a_fixed_depth_all_draft_chains(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    expected: list[tuple[int, ...]],
-    grown: list[Grown],
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, expected: Prompts, grown: list[Grown]
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[0])
     asked = [request(prompts[0], speculation=at_depth(5)), request(prompts[1])]
-    assert [answer.tokens for answer in run(engine, asked[:1])] == expected[:1]
+    assert tokens_of(run(engine, asked[:1])) == expected[:1]
     assert not grown
     answers = run(engine, asked)
-    assert [answer.tokens for answer in answers] == expected[:2]
+    assert tokens_of(answers) == expected[:2]
     assert max(answers[0].depths) > TREES[0].depth
     run(engine, asked[1:])
-    assert any(not one.draft.is_chain for one in grown), "trees again, where there is nobody else"
+    assert any(not one.draft.is_chain for one in grown), "trees again without the other request"
 
 
-def test_they_grow_no_deeper_than_the_drift_alarm_allows(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], grown: list[Grown]
-) -> None:
-    engine = engine_with_trees(target, tiny_drafter, TREES[1], drift_share=1e-9)
-    for _ in range(FEWEST_CHECKUPS):
-        engine.drift.observe_checkup([1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0], {})
-    assert engine.drift.deepest == 2
-    run(engine, [request(prompt) for prompt in prompts])
-    assert {one.depth for one in grown} == {2}
-    assert max(one.draft.depth for one in grown) == 2
-
-
-def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
+def test_check_ups_still_run_and_inform_the_alarm(
     target: Target,
     tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    expected: list[tuple[int, ...]],
+    prompts: Prompts,
+    expected: Prompts,
     monkeypatch: pytest.MonkeyPatch,
     grown: list[Grown],
 ) -> None:
     monkeypatch.setattr(drift_probe, "EVERY", 1)
     engine = engine_with_trees(target, tiny_drafter, TREES[0], drift_share=0.99)
     for _ in range(2):
-        answers = run(engine, [request(prompt) for prompt in prompts])
-        assert [answer.tokens for answer in answers] == expected
+        assert tokens_of(run(engine, requests(prompts))) == expected
     assert engine.drift.checkups > 16
     assert any(not one.draft.is_chain for one in grown)
     assert len([chance for chance in engine.drift.report().acceptance if chance == chance]) == 7, "of every depth"
@@ -231,14 +191,14 @@ def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS[:3]], ids=range(4))
-def test_a_rank_says_which_trees_would_have_had_the_token(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling, grown: list[Grown]
+def test_ranks_tell_which_trees_would_have_had_the_token(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, sampling: Sampling, grown: list[Grown]
 ) -> None:
-    """Ranks of trees eight wide, for the first depth, against trees of two and of four candidates at the same place."""
+    """Ranks in trees eight wide, at the first depth, against trees of two and four candidates at the same place."""
     asked = [request(p, sampling=sampling, seed=7 + i, speculation=at_depth(1)) for i, p in enumerate(prompts)]
 
     def fates(width: int) -> dict[tuple[int, int], tuple[int, RoundOutcome]]:
-        """Nodes and what came of them."""
+        """Nodes and outcomes by place."""
         engine = Engine(target, tiny_drafter, config=options(tree=Tree(depth=1, width=width, budget=width)))
         found, observe = dict[tuple[int, int], tuple[int, RoundOutcome]](), engine.controller.observe
 
@@ -266,12 +226,8 @@ def test_a_rank_says_which_trees_would_have_had_the_token(
         assert all((1 <= rank <= width) == bool(accepted) for rank, accepted in compared)
 
 
-def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    grown: list[Grown],
+def test_ranks_of_trees_are_reported_so_that_estimates_stay_alive(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, grown: list[Grown]
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[1], max_num_seqs=2)
     told = engine.controller.observe
@@ -282,7 +238,7 @@ def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
         told(report)
 
     monkeypatch.setattr(engine.controller, "observe", observe)
-    run(engine, [request(prompt) for prompt in prompts])
+    run(engine, requests(prompts))
     assert len(heard) > 30
     assert all(max(1, accepted) <= len(ranks) <= accepted + 1 for accepted, ranks in heard)
     assert all(all(ranks[:accepted]) for accepted, ranks in heard), "what was accepted was a candidate"
@@ -292,13 +248,13 @@ def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
 
 
 def test_ranks_end_where_no_candidates_were_noted() -> None:
-    """Behind the last nodes of a tree nothing was drafted."""
+    """Nothing was drafted behind the last nodes of a tree."""
     candidates = [Candidates((5, 6), (0.6, 0.2)), Candidates((7, 8), (0.5, 0.4))]
     for accepted, tokens, ranks in ((2, [5, 7, 9], [1, 1]), (1, [5, 8], [1, 2]), (0, [4], [0]), (0, [6], [2])):
         told = outcome_of_tree(0, 2, accepted, tokens, candidates)
         assert (told.drafted, told.accepted, told.ranks) == (2, accepted, ranks)
 
 
-def test_a_tree_with_no_room_in_the_kernels_is_refused() -> None:
+def test_a_tree_larger_than_the_kernels_allow_is_refused() -> None:
     with pytest.raises(UserError, match="takes 64 slots, above the 63"):
         Tree(depth=3, width=2, budget=64)

@@ -31,24 +31,21 @@ def register(pool: BlockManager, blocks: list[int], tokens: list[int], *, drafte
 
 
 def found(pool: BlockManager, tokens: list[int]) -> list[int]:
-    """What a request would get, without keeping it."""
+    """Blocks that a request would get, without keeping them."""
     blocks = must(pool.match(tokens))
     pool.release(blocks)
     return blocks
 
 
 def drafted(pool: BlockManager, tokens: list[int]) -> list[int]:
-    """That much of it which the drafter has read."""
+    """The part of `found` that the drafter has read."""
     blocks = found(pool, tokens)
     return blocks[: pool.drafted(blocks)]
 
 
-def test_a_pool_of_nothing_is_refused() -> None:
+def test_allocation_gives_all_or_nothing() -> None:
     with pytest.raises(UserError, match="0 blocks of 4"):
         BlockManager(0, SIZE)
-
-
-def test_allocation_gives_all_or_nothing() -> None:
     pool = BlockManager(5, SIZE)
     held = must(pool.allocate(3))
     assert pool.allocate(3) is None
@@ -60,7 +57,7 @@ def test_allocation_gives_all_or_nothing() -> None:
     assert pool.allocate(1) is None
 
 
-def test_a_block_is_free_when_its_last_owner_lets_go() -> None:
+def test_a_block_is_free_when_its_last_owner_releases_it() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(9))
     first = store(pool, tokens)
@@ -73,14 +70,8 @@ def test_a_block_is_free_when_its_last_owner_lets_go() -> None:
     pool.release(second)
     pool.check([])
     assert pool.free == 8
-
-
-def test_releasing_a_free_block_is_a_bug() -> None:
-    pool = BlockManager(2, SIZE)
-    blocks = must(pool.allocate(1))
-    pool.release(blocks)
-    with pytest.raises(AssertionError):
-        pool.release(blocks)
+    with pytest.raises(AssertionError, match="released but free"):
+        pool.release(second)
 
 
 def test_the_check_finds_wrong_owners() -> None:
@@ -92,106 +83,66 @@ def test_the_check_finds_wrong_owners() -> None:
     pool.check([held[:1], held[1:]])
 
 
-def test_blocks_are_neighbours_in_ascending_order() -> None:
+def test_blocks_of_an_owner_are_adjacent_and_ascending() -> None:
     pool = BlockManager(32, SIZE)
     held = must(pool.allocate(10))
     assert held == list(range(held[0], held[0] + 10))
-
-
-def test_an_owner_grows_into_the_block_behind_its_last() -> None:
-    pool = BlockManager(32, SIZE)
-    owners = [must(pool.allocate(2, room=10)) for _ in range(3)]
-    for _ in range(8):
-        for owner in owners:
-            owner += must(pool.allocate(1, after=owner[-1]))
-    for owner in owners:
-        assert owner == list(range(owner[0], owner[0] + 10)), "each had the room it asked for"
-    pool.check(owners)
-
-
-def test_owners_that_may_grow_beyond_all_room_share_it() -> None:
-    pool = BlockManager(64, SIZE)
-    owners = [must(pool.allocate(2, room=64)) for _ in range(2)]
-    for _ in range(20):
-        for owner in owners:
-            owner += must(pool.allocate(1, after=owner[-1]))
-    assert all(owner == list(range(owner[0], owner[0] + 22)) for owner in owners)
-
-
-def test_one_owner_of_the_whole_pool_stays_in_order() -> None:
-    pool = BlockManager(20, SIZE)
-    owner = must(pool.allocate(3, room=20))
-    while pool.free:
-        owner += must(pool.allocate(1, after=owner[-1], room=20 - len(owner)))
-    assert owner == list(range(20))
-
-
-def test_scattered_blocks_are_allocated_all_the_same() -> None:
+    # The owners' number, the size of the pool, the room they ask for, and the blocks they have in the end.
+    for count, blocks, room, most in ((3, 32, 10, 10), (2, 64, 64, 22), (1, 20, 20, 20)):
+        pool = BlockManager(blocks, SIZE)
+        owners = [must(pool.allocate(2, room=room)) for _ in range(count)]
+        while len(owners[-1]) < most:
+            for owner in owners:
+                owner += must(pool.allocate(1, after=owner[-1], room=room - len(owner)))
+        assert all(owner == list(range(owner[0], owner[0] + most)) for owner in owners), (count, blocks)
+        pool.check(owners)
     pool = BlockManager(16, SIZE)
     held = must(pool.allocate(16))
     pool.release(held[1::2])
     again = must(pool.allocate(8))
-    assert sorted(again) == held[1::2]
+    assert sorted(again) == held[1::2], "scattered blocks are allocated if there are no others"
     pool.check([held[::2], again])
 
 
-def test_a_stored_beginning_is_found_and_referred_to() -> None:
+def test_the_longest_stored_prefix_is_found_and_referenced() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(11))
     blocks = store(pool, tokens)
     matched = must(pool.match([*tokens[:10], 99, 98]))
     assert matched == blocks[:2]
     pool.check([blocks, matched])
-
-
-def test_never_all_tokens_are_found() -> None:
-    pool = BlockManager(8, SIZE)
-    tokens = list(range(9))
-    blocks = store(pool, tokens)
-    assert found(pool, tokens) == blocks[:2], "token 8 is left to compute"
+    pool.release(matched)
+    assert found(pool, tokens[:9]) == blocks[:2], "token 8 is left to compute"
     assert found(pool, tokens[:8]) == blocks[:1], "the second block would leave nothing to compute"
     assert found(pool, tokens[:4]) == []
     assert found(pool, tokens[:1]) == []
 
 
-def test_a_hit_needs_the_same_successor() -> None:
+def test_a_hit_needs_the_same_tokens_before_and_the_same_successor() -> None:
     pool = BlockManager(8, SIZE)
-    blocks = store(pool, [0, 1, 2, 3, 4])
-    assert found(pool, [0, 1, 2, 3, 4]) == blocks[:1]
-    assert found(pool, [0, 1, 2, 3, 5]) == [], "the drafter's last slot was made with another token"
-
-
-def test_a_hit_needs_the_same_tokens_before() -> None:
-    pool = BlockManager(8, SIZE)
-    store(pool, [1, 1, 1, 1, 5, 5, 5, 5, 6])
+    blocks = store(pool, [1, 1, 1, 1, 5, 5, 5, 5, 6])
+    assert found(pool, [1, 1, 1, 1, 5]) == blocks[:1]
+    assert found(pool, [1, 1, 1, 1, 6]) == [], "the drafter's last slot was computed from another token"
     assert found(pool, [2, 2, 2, 2, 5, 5, 5, 5, 6]) == []
     assert found(pool, [5, 5, 5, 5, 6]) == []
-
-
-def test_equal_hashes_do_not_give_equal_content() -> None:
-    assert hash((-1,)) == hash((-2,)), "a collision of Python's own"
+    assert hash((-1,)) == hash((-2,)), "a hash collision in Python"
     pool = BlockManager(8, SIZE)
     blocks = store(pool, [-1] * SIZE + [0])
     assert found(pool, [-2] * SIZE + [0]) == []
     assert found(pool, [-1] * SIZE + [0]) == blocks[:1]
 
 
-def test_undrafted_content_is_found_and_told_from_drafted_content() -> None:
+def test_registering_again_records_that_the_drafter_has_read() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(9))
     blocks = store(pool, tokens, drafted=False)
-    assert drafted(pool, tokens) == []
-    assert found(pool, tokens) == blocks[:2]
-
-
-def test_registering_again_tells_that_the_drafter_has_read() -> None:
-    pool = BlockManager(8, SIZE)
-    tokens = list(range(9))
-    blocks = store(pool, tokens, drafted=False)
+    assert (found(pool, tokens), drafted(pool, tokens)) == (blocks[:2], [])
     register(pool, blocks[:1], tokens[:5], drafted=True)
     assert drafted(pool, tokens) == blocks[:1]
     register(pool, blocks, tokens, drafted=False)
-    assert drafted(pool, tokens) == blocks[:1], "what is drafted stays so"
+    assert drafted(pool, tokens) == blocks[:1], "what is drafted stays drafted"
+    pool.forget_drafts()
+    assert (found(pool, tokens), drafted(pool, tokens)) == (blocks[:2], [])
 
 
 def test_of_equal_blocks_the_first_is_found() -> None:
@@ -283,13 +234,17 @@ def test_eviction_ahead_of_need_makes_runs() -> None:
     assert sorted(owner) == [60, 61, 62, 63], "the end of the request that was released"
 
 
-def test_used_content_is_never_evicted() -> None:
+def test_used_content_is_never_evicted_and_nothing_is_found_without_a_prefix_cache() -> None:
     pool = BlockManager(4, SIZE)
     tokens = list(range(9))
     blocks = store(pool, tokens)
     must(pool.allocate(1))
     assert pool.allocate(1) is None
     assert found(pool, tokens) == blocks[:2]
+    pool = BlockManager(8, SIZE, prefix_cache=False)
+    pool.release(store(pool, tokens))
+    assert pool.match(tokens) == []
+    assert (pool.cached, pool.free) == (0, 8)
 
 
 def test_content_is_found_again_when_its_beginning_was_computed_again() -> None:
@@ -327,14 +282,6 @@ def test_hits_and_lookups_count_blocks() -> None:
     assert (pool.hits, pool.lookups) == (2, 3)
 
 
-def test_without_a_prefix_cache_nothing_is_found() -> None:
-    pool = BlockManager(8, SIZE, prefix_cache=False)
-    tokens = list(range(9))
-    pool.release(store(pool, tokens))
-    assert pool.match(tokens) == []
-    assert (pool.cached, pool.free) == (0, 8)
-
-
 def test_forgetting_leaves_nothing_to_find_and_takes_no_block_from_an_owner() -> None:
     pool = BlockManager(12, SIZE)
     idle, used = list(range(9)), list(range(50, 59))
@@ -349,16 +296,8 @@ def test_forgetting_leaves_nothing_to_find_and_takes_no_block_from_an_owner() ->
     assert pool.cached == 0
 
 
-def test_forgetting_drafts_keeps_the_targets_part() -> None:
-    pool = BlockManager(8, SIZE)
-    tokens = list(range(9))
-    blocks = store(pool, tokens, drafted=True)
-    pool.forget_drafts()
-    assert drafted(pool, tokens) == []
-    assert found(pool, tokens) == blocks[:2]
-
-
 def test_a_very_long_prefix_can_be_stored_found_and_evicted() -> None:
+
     pool = BlockManager(50_000, 1)
     tokens = list(range(50_000))
     blocks = must(pool.allocate(50_000))

@@ -1,4 +1,4 @@
-"""Speculation never costs the user, and is used where it pays: laws of whole runs on a virtual clock."""
+"""The controller never makes users pay for speculation, and uses it where it pays: laws of runs on a virtual clock."""
 
 import json
 import random
@@ -14,20 +14,19 @@ from statistics import mean
 
 import pytest
 
+from engine.depth_cells import MACHINES as WITH_HOSTS
+from engine.depth_cells import PROFILES, busy_spell
 from engine.simulated import (
     CPU,
     GOOD,
     GPU,
     GREAT,
-    KIND_CPU,
     LARGE_ON_H200,
-    POOR,
     RANDOM,
     SLOW_HOST,
     SMALL_ON_FAST_GPU,
     SMALL_ON_GPU,
     SMALL_ON_H200,
-    TILED_GPU,
     Machine,
     Mode,
     best_rate,
@@ -35,12 +34,10 @@ from engine.simulated import (
     plain_rate,
     serve,
 )
-from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.controller import Controller, RowFacts
 from eyas.engine.speculation.step_report import StepReport
 
-MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
-WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST, "fast gpu": SMALL_ON_FAST_GPU}
-PROFILES = {"random": RANDOM, "poor": POOR, "good": GOOD, "great": GREAT}
+MACHINES = {name: WITH_HOSTS[name] for name in ("cpu", "kind cpu", "gpu", "tiled gpu")}
 STEPS = {1: 1600, 4: 800, 16: 500}
 both_ways = pytest.mark.parametrize("rehearsed", [False, True], ids=["from nothing", "rehearsed"])
 
@@ -56,8 +53,8 @@ def rows_of(count: int, mode: Mode = "auto", depth: int | None = None) -> list[R
     return [RowFacts(key=key, context=100, mode=mode, depth=depth, pending=2) for key in range(count)]
 
 
-def told(controller: Controller, machine: Machine, *, users: int, acceptance: float, steps: int = 400) -> Controller:
-    """A controller that has lived through so much."""
+def trained(controller: Controller, machine: Machine, *, users: int, acceptance: float, steps: int = 400) -> Controller:
+    """A controller after a run with this acceptance."""
     serve(controller, machine, lambda request, step: [acceptance] * 7, users=users, steps=steps)
     return controller
 
@@ -83,7 +80,7 @@ def test_a_good_drafter_is_never_slower_than_plain_decoding(machine: str, users:
 
 
 def test_what_the_host_does_for_drafts_counts() -> None:
-    """Passes alone would promise a fifth more, and the host takes all of it back."""
+    """Judged by passes only, drafts would gain a fifth; the host takes all of it back."""
     assert best_rate(SLOW_HOST, GOOD, users=16) == plain_rate(SLOW_HOST, 16)
     without = replace(SLOW_HOST, rest=lambda requests, drafting: 0.0)
     assert best_rate(without, GOOD, users=16) > 1.2 * plain_rate(without, 16)
@@ -94,8 +91,8 @@ def test_what_the_host_does_for_drafts_counts() -> None:
 
 @pytest.mark.parametrize("users", [4, 16])
 @pytest.mark.parametrize("profile", ["good", "great"])
-def test_deeper_drafts_are_tried_where_one_alone_hardly_pays(profile: str, users: int) -> None:
-    """The first pass of a draft takes most of its time, so that only those behind it make it pay."""
+def test_deeper_drafts_are_tried_where_a_depth_of_one_hardly_pays(profile: str, users: int) -> None:
+    """The first pass of a draft takes most of the time, so only deeper ones make it pay."""
     chances = PROFILES[profile]
     best, plain = best_rate(SMALL_ON_GPU, chances, users=users), plain_rate(SMALL_ON_GPU, users)
     assert fixed_rate(SMALL_ON_GPU, chances, users=users, depth=1) < 1.1 * plain < 1.2 * plain < best
@@ -108,7 +105,7 @@ OVERLAPPED = {"135M": SMALL_ON_H200, "8B": LARGE_ON_H200}
 @pytest.mark.parametrize("users", [1, 4, 16, 64])
 @pytest.mark.parametrize("machine", OVERLAPPED)
 def test_a_step_in_flight_finds_its_depth_within_a_few_dozen_steps(machine: str, users: int) -> None:
-    """Chosen from numbers a step old, where a step takes as long as the slower of host and device."""
+    """Choices use results one step old, and a step takes as long as the slower of host and device."""
     overlapped = OVERLAPPED[machine]
     best, plain = best_rate(overlapped, GOOD, users=users), plain_rate(overlapped, users)
     runs = [serve(Controller(7), overlapped, GOOD, users=users, steps=200, seed=seed) for seed in range(8)]
@@ -129,17 +126,17 @@ def test_a_record_that_is_wrong_is_soon_forgotten(machine: str, users: int) -> N
     overlapped = OVERLAPPED[machine]
     best, plain = best_rate(overlapped, GOOD, users=users), plain_rate(overlapped, users)
     useless = serve(Controller(7, recorded=GREAT(0, 0)), overlapped, RANDOM, users=users, steps=500)
-    assert useless.rate() > 0.97 * plain, "the record praised it"
+    assert useless.rate() > 0.97 * plain, "with a record that is too good"
     assert useless.rate(100) > 0.98 * plain
     useful = [
         serve(Controller(7, recorded=[0.02] * 7), overlapped, GOOD, users=users, steps=400, seed=seed)
         for seed in range(3)
     ]
-    assert mean(run.rate(200) for run in useful) > plain + 0.9 * (best - plain), "the record spoke ill of it"
+    assert mean(run.rate(200) for run in useful) > plain + 0.9 * (best - plain), "with a record that is too bad"
 
 
 def test_drafts_are_free_as_long_as_the_device_waits_for_the_host() -> None:
-    """Deeper drafts than without a host: what they take more of the device was idle before."""
+    """Depths are larger than without a host: the extra time of the device was idle before."""
     slow = replace(SMALL_ON_H200, rest=lambda requests, drafting: 6e-3)
     depths = [
         serve(Controller(7), machine, GOOD, users=64, steps=200).mean_depth(50) for machine in (slow, SMALL_ON_H200)
@@ -147,9 +144,9 @@ def test_drafts_are_free_as_long_as_the_device_waits_for_the_host() -> None:
     assert depths[0] > depths[1] + 1
 
 
-def test_several_choices_may_be_under_way() -> None:
-    """Reports come in the order of the choices, any number of them late, and each finds its own."""
-    controller = told(Controller(7), replace(GPU, noise=0.0, outliers=0.0), users=2, acceptance=0.7)
+def test_several_choices_may_be_in_flight() -> None:
+    """Reports come in the order of the choices, arbitrarily late, and each refers to its own choice."""
+    controller = trained(Controller(7), replace(GPU, noise=0.0, outliers=0.0), users=2, acceptance=0.7)
     choices = [controller.choose(rows_of(2)) for _ in range(4)]
     before = controller.account.total
     for seconds, choice in enumerate(choices, 1):
@@ -157,8 +154,8 @@ def test_several_choices_may_be_under_way() -> None:
     assert controller.account.total - before == 1 + 2 + 3 + 4
 
 
-def test_no_second_probe_while_one_is_under_way() -> None:
-    controller = told(Controller(7), CPU, users=1, acceptance=0.0)
+def test_no_second_probe_while_one_is_in_flight() -> None:
+    controller = trained(Controller(7), CPU, users=1, acceptance=0.0)
     seen = list[bool]()
     for _ in range(200):
         choice = controller.choose(rows_of(1))
@@ -166,7 +163,7 @@ def test_no_second_probe_while_one_is_under_way() -> None:
         if not seen[-1]:
             controller.observe(StepReport(choice=choice, requests=1, seconds=0.058))
     probes = [step for step, probed in enumerate(seen) if probed]
-    assert probes, "one that is never observed does not end probing for good"
+    assert probes, "a probe that is never observed does not end probing"
     assert all(later - earlier >= 8 for earlier, later in pairwise(probes))
 
 
@@ -178,7 +175,7 @@ def test_a_host_that_is_slow_for_all_steps_makes_drafts_worth_more() -> None:
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])
 def test_a_drafter_that_is_rarely_sure_does_not_draft_in_vain(machine: str) -> None:
-    """What is made and then withheld costs drafter time, and must not count as success."""
+    """Rejected drafts cost drafter time and must not count as success."""
     run = serve(
         Controller(7),
         MACHINES[machine],
@@ -190,14 +187,14 @@ def test_a_drafter_that_is_rarely_sure_does_not_draft_in_vain(machine: str) -> N
     assert run.rate() > 0.98 * plain_rate(MACHINES[machine], 4)
 
 
-def test_more_users_than_a_pass_is_good_for_mean_less_depth() -> None:
+def test_more_users_get_less_depth() -> None:
     depths = [serve(Controller(7), GPU, GREAT, users=users, steps=300).mean_depth(100) for users in (1, 16, 64)]
     assert depths[0] > depths[1] > depths[2] > 1
     depths = [serve(Controller(7), CPU, GREAT, users=users, steps=300).mean_depth(100) for users in (4, 16, 64)]
     assert depths[0] > 1.5 > depths[1] >= depths[2] < 0.1, "on this machine 64 users leave nothing to gain"
 
 
-def test_users_that_come_and_go_get_the_depth_of_the_moment() -> None:
+def test_users_that_come_and_go_get_the_current_best_depth() -> None:
     run = serve(Controller(7), GPU, GREAT, users=lambda step: 2 if step // 200 % 2 else 64, steps=1600)
     assert run.mean_depth(1500, 1600) > 4 > 3.5 > run.mean_depth(1300, 1400)
     assert run.rate(1220, 1400) > 1.35 * plain_rate(GPU, 64)
@@ -235,8 +232,8 @@ def test_speculation_comes_back_after_drift_ends() -> None:
 
 
 @pytest.mark.parametrize("users", [1, 4])
-def test_what_waits_while_nothing_is_drafted_does_not_keep_speculation_from_coming_back(users: int) -> None:
-    """Every probe comes after a rest, whose states take longer to read than a plain step takes."""
+def test_waiting_states_do_not_keep_speculation_from_coming_back(users: int) -> None:
+    """Every probe comes after a rest, and reading the waiting states takes longer than a plain step."""
     assert SMALL_ON_FAST_GPU.wake > 1.5 / plain_rate(SMALL_ON_FAST_GPU, 1)
     controller, bad = Controller(7), 300
     run = serve(
@@ -247,8 +244,8 @@ def test_what_waits_while_nothing_is_drafted_does_not_keep_speculation_from_comi
     assert run.rate(bad + 300) > 1.5 * plain
 
 
-def test_probes_that_are_dear_for_rested_requests_come_when_requests_begin() -> None:
-    """Every fourth answer is hard to draft; where all probes came in its midst, none could be afforded for the next."""
+def test_probes_that_are_expensive_for_rested_requests_come_when_requests_begin() -> None:
+    """Every fourth answer is hard to draft. If all probes came within it, the next answer could afford none."""
     controller = Controller(7)
     run = serve(
         controller,
@@ -261,8 +258,8 @@ def test_probes_that_are_dear_for_rested_requests_come_when_requests_begin() -> 
     assert run.rate(1000) > 1.25 * plain_rate(SMALL_ON_FAST_GPU, 1)
 
 
-def test_a_step_that_is_plain_for_its_time_alone_is_one_step() -> None:
-    """Also where plain steps are well known, so that others, chosen because drafts do not pay, hold for several."""
+def test_a_plain_step_that_is_run_to_be_timed_lasts_one_step() -> None:
+    """Even where plain steps are well known, so that plain choices hold for several steps."""
     run = serve(Controller(7), GPU, lambda request, step: [0.0 if step < 200 else 0.85] * 7, users=1, steps=2000)
     timed = [step for step, reason in enumerate(run.reasons) if "to time a step without drafts again" in reason]
     assert len(timed) >= 4
@@ -270,25 +267,13 @@ def test_a_step_that_is_plain_for_its_time_alone_is_one_step() -> None:
 
 
 def test_costs_that_fall_bring_speculation_back() -> None:
-    """Another process made verification dear; when it has gone, nobody says so."""
-    run = serve(Controller(7), through_a_busy_spell(), GOOD, users=1, steps=4000)
+    """Another process made verification expensive, and ends without notice."""
+    run = serve(Controller(7), busy_spell(), GOOD, users=1, steps=4000)
     assert run.mean_depth(1000, 1500) < 0.3
     assert run.mean_depth(3500) > 2
 
 
-def through_a_busy_spell() -> Machine:
-    class Busy:
-        calls = 0
-
-        def __call__(self, tokens: int) -> float:
-            self.calls += 1
-            dear = self.calls < 2000
-            return 4.9e-3 * (1 + (0.9 if dear else 0.0) * (tokens - 1))
-
-    return replace(GPU, verify=Busy())
-
-
-def test_outliers_and_warm_ups_do_not_move_it() -> None:
+def test_outliers_and_warm_ups_do_not_matter() -> None:
     calm = serve(Controller(7), replace(GPU, noise=0.0, outliers=0.0), GOOD, users=4, steps=800).rate(100)
     wild = serve(Controller(7), replace(GPU, noise=0.1, outliers=0.1), GOOD, users=4, steps=800).rate(100)
     assert wild > 0.96 * calm
@@ -305,25 +290,18 @@ def test_off_and_fixed_are_obeyed_and_auto_is_unmoved_by_them() -> None:
     for depths in run.depths:
         assert [depth for place, depth in enumerate(depths) if (place + 1) % 3 == 0] == [0, 0]
         assert [depth for place, depth in enumerate(depths) if (place + 1) % 3 == 1] == [5, 5]
-    assert run.mean_depth(50) < 10 / 6 + 0.1, "auto has learnt from the fixed ones"
+    assert run.mean_depth(50) < 10 / 6 + 0.1, "auto has learned from the fixed ones"
     assert min(run.made) >= 10, "fixed is fixed, however unsure the drafter is"
 
 
 def test_depth_zero_is_always_a_choice() -> None:
-    controller = told(Controller(7), CPU, users=4, acceptance=0.0)
+    controller = trained(Controller(7), CPU, users=4, acceptance=0.0)
     counts = Counter(controller.choose(rows_of(4)).depths for _ in range(50))
     assert counts.most_common(1)[0][0] == (0, 0, 0, 0)
 
 
-def start(controller: Controller, users: int) -> Choice:
-    """The next choice to draft, passing over steps that only measure."""
-    while not any((choice := controller.choose(rows_of(users))).depths) or "probe" in choice.reason:
-        pass
-    return choice
-
-
 @pytest.mark.parametrize("users", [4, 16])
-def test_collapse_is_said_once(users: int) -> None:
+def test_a_collapse_is_reported_once(users: int) -> None:
     run = serve(Controller(7), GPU, lambda request, step: [0.8 if step < 300 else 0.0] * 7, users=users, steps=1500)
     ((step, said),) = run.events
     assert 300 < step < 1200
@@ -331,19 +309,19 @@ def test_collapse_is_said_once(users: int) -> None:
     assert "eyas check" in said
 
 
-def test_it_says_why() -> None:
+def test_choices_have_reasons() -> None:
     controller = Controller(7)
     assert controller.choose(rows_of(2)).reason == "plain: not enough steps have been timed yet"
     assert "no request" in controller.choose(rows_of(2, "off")).reason
-    good = told(controller, GPU, users=2, acceptance=0.7).choose(rows_of(2)).reason
+    good = trained(controller, GPU, users=2, acceptance=0.7).choose(rows_of(2)).reason
     assert "for 2 of 2 requests" in good
     assert "tokens/s expected against" in good
-    bad = {told(Controller(7), CPU, users=2, acceptance=0.0).choose(rows_of(2)).reason.split(":")[0]}
+    bad = {trained(Controller(7), CPU, users=2, acceptance=0.0).choose(rows_of(2)).reason.split(":")[0]}
     assert bad <= {"plain, drafts would not pay", "probe, 1 deep for 2 of 2 requests"}
 
 
-def test_the_report_tells_what_is_known() -> None:
-    report = told(Controller(7), replace(GPU, noise=0.0), users=4, acceptance=0.7).report()
+def test_the_report_has_what_is_known() -> None:
+    report = trained(Controller(7), replace(GPU, noise=0.0), users=4, acceptance=0.7).report()
     assert report["acceptance_by_depth"][0] == pytest.approx(0.7, abs=0.1)
     assert report["step_seconds_by_depth_and_requests"]["depth 0"][4] == pytest.approx(4.9e-3)
     assert sum(report["share_of_depths"].values()) == pytest.approx(1.0)
@@ -369,7 +347,7 @@ def test_it_runs_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_256_rounds_are_learnt_in_well_under_a_millisecond() -> None:
+def test_256_rounds_are_learned_in_well_under_a_millisecond() -> None:
     controller = Controller(7)
     serve(controller, GPU, GOOD, users=256, steps=10)
     choice = controller.choose(rows_of(256))

@@ -1,10 +1,13 @@
-"""Text leaves the stream only when it cannot change any more."""
+"""Text is returned only when it can no longer change."""
 
 import random
 from collections.abc import Sequence
 
+import pytest
+
 from each import each
 from eyas.engine.detokenizer import TextStream
+from eyas.target.model import Target
 
 WORDS = [b"Hello", b" world", b"\xe2\x82", b"\xac", b" STOP", b"ST", b"OP", b"\xf0\x9f", b"\xa6", b"\x85", b".", b"a"]
 
@@ -23,25 +26,22 @@ def run(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], Te
     return [*pieces, stream.finish()], stream
 
 
-def test_pieces_joined_are_the_whole_text() -> None:
-    assert run([0, 1, 10])[0] == ["Hello", " world", ".", ""]
+@each(
+    ("tokens", "pieces"),
+    [
+        ([0, 1, 10], ["Hello", " world", ".", ""]),
+        ([0, 2, 3, 7, 8, 9, 10], ["Hello", "", "€", "", "", "🦅", ".", ""]),  # unfinished characters are held back
+        ([0, 2], ["Hello", "", ""]),  # an answer that ends within a character
+    ],
+)
+def test_pieces_joined_are_the_whole_text(tokens: list[int], pieces: list[str]) -> None:
+    assert run(tokens)[0] == pieces
 
 
-def test_an_unfinished_character_is_held_back() -> None:
-    assert run([0, 2, 3, 7, 8, 9, 10])[0] == ["Hello", "", "€", "", "", "🦅", ".", ""]
-
-
-def test_an_answer_may_end_in_the_middle_of_a_character() -> None:
-    assert run([0, 2])[0] == ["Hello", "", ""]
-
-
-def test_a_stop_string_is_never_shown_even_across_tokens() -> None:
+def test_a_stop_string_is_not_shown_and_what_only_began_like_one_is() -> None:
     pieces, stream = run([0, 5, 6, 1], ["STOP"])
     assert "".join(pieces) == "Hello"
     assert stream.stopped
-
-
-def test_a_beginning_of_a_stop_string_that_is_none_is_shown_after_all() -> None:
     pieces, stream = run([0, 5, 11, 5], ["STOP"])
     assert pieces == ["Hello", "", "STa", "", "ST"]
     assert not stream.stopped
@@ -61,7 +61,7 @@ def test_pieces_equal_the_text_cut_at_the_earliest_stop_string(seed: int) -> Non
         assert text == whole.rstrip("\ufffd")
 
 
-def test_the_short_way_behind_one_token_says_what_the_long_one_says() -> None:
+def test_the_fast_path_after_one_token_gives_the_same_text() -> None:
     chance, met = random.Random(3), 0
 
     class LongWay(TextStream):
@@ -84,4 +84,14 @@ def test_the_short_way_behind_one_token_says_what_the_long_one_says() -> None:
             if short.stopped:
                 break
         assert short.finish() == long.finish()
-    assert met > 300, "the short way is the usual one"
+    assert met > 300, "the fast path is the usual one"
+
+
+@pytest.mark.default
+def test_short_sequences_are_decoded_like_all_others(default_target: Target) -> None:
+    decode, chance = default_target.decoder(), random.Random(2)
+    assert decode is not default_target.decode, "the fast path is used"
+    for _ in range(2000):
+        ids = tuple(chance.randrange(default_target.facts.vocab_size) for _ in range(chance.choice([1, 2, 5])))
+        for skip in (True, False):
+            assert decode(ids, skip) == default_target.decode(ids, skip)

@@ -1,4 +1,4 @@
-"""However much the drafter reads at once, and whatever it leaves out, it knows the same and drafts the same."""
+"""However much the drafter reads at once, and whatever it skips, its cache and its drafts are the same."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner import fused_drafter
@@ -25,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 def read_in(drafter: Drafter, kind: type[RoundPasses], parts: Sequence[int], *, drafts: bool) -> tuple[Tensor, Tensor]:
-    """Two requests, read by parts (of the first; the other keeps step), then drafted for; drafts, and what is cached.
+    """Let two requests be read in parts (of the first; the other keeps pace), then draft; returns drafts and caches.
 
-    Parts are read to draft behind each, or by passes that catch up; the last state is left to the final draft.
+    Parts are read by drafting passes or by catch-up passes; the last state is left to the final draft.
     """
     config, generator = drafter.config, torch.Generator().manual_seed(3)
     width = config.num_aux_hidden_states * config.target_hidden_size
@@ -79,11 +80,11 @@ def read_in(drafter: Drafter, kind: type[RoundPasses], parts: Sequence[int], *, 
     return drafted_RK, torch.stack([x_GCK[:, :null_slot] for pair in runner.cache.layers.values() for x_GCK in pair])
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("parts", [(), (75,), (40, 35), (MANY + 5, 2, 36), (5, 3, 7, 60)])
+@each("layers", [1, 2])
+@each("drafts", [False, True])
+@each("parts", [(), (75,), (40, 35), (MANY + 5, 2, 36), (5, 3, 7, 60)])
 @pytest.mark.parametrize("kind", [ExactPasses, RoundPasses])
-def test_a_prompt_read_in_bulk_is_known_as_one_read_bit_by_bit(
+def test_reading_a_prompt_in_bulk_equals_reading_it_bit_by_bit(
     kind: type[RoundPasses], parts: tuple[int, ...], drafts: bool, layers: int
 ) -> None:
     drafter = random_drafter(drafter_config(fc_norm=True, norm_output=True, num_hidden_layers=layers)).eval()
@@ -94,7 +95,7 @@ def test_a_prompt_read_in_bulk_is_known_as_one_read_bit_by_bit(
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_but_keys_and_values_is_computed_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_keys_and_values_are_computed_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = random_drafter(drafter_config(fc_norm=True, norm_output=True)).eval()
     ran: list[int] = []
     draft = DrafterRunner(drafter, KVCache(blocks=1, block_size=PAGE)).run

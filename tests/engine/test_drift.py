@@ -1,4 +1,4 @@
-"""The drift alarm fires on what is planted and on nothing else, and the depth that it leaves is kept to."""
+"""The drift alarm fires on planted drift and nothing else, and its depth limit is kept."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MASS = {"sink": [0.05] * DEPTH, "own": [0.1 * d for d in range(DEPTH)]}
 
 
 def show(alarm: DriftAlarm, growth: float, count: int, *, noise: float = 0.1, seed: int = 0) -> None:
-    """Check-ups of a state that grows so much a depth, each round by itself a little more or less."""
+    """Check-ups of a state that grows by this per depth, with noise in each round."""
     chance = random.Random(seed)
     for _ in range(count):
         each, scale = growth + chance.gauss(0, noise), chance.uniform(1, 40)
@@ -25,7 +25,7 @@ def show(alarm: DriftAlarm, growth: float, count: int, *, noise: float = 0.1, se
 
 
 def draft(alarm: DriftAlarm, chances: Sequence[float], rounds: int, *, depth: int = DEPTH, seed: int = 0) -> None:
-    """Rounds whose drafts are accepted, behind accepted ones, as often as that."""
+    """Rounds with these conditional acceptance probabilities."""
     chance = random.Random(seed)
     for _ in range(rounds):
         accepted = next((d for d in range(depth) if chance.random() >= chances[d]), depth)
@@ -41,14 +41,14 @@ def test_formulas() -> None:
     assert slope([1.0]) != slope([1.0]), "one depth has no slope"
     assert log_sizes([0.0])[0] < -60
     assert conditional_acceptance([10, 8, 2]) == pytest.approx([0.8, 0.25])
-    assert conditional_acceptance([4, 0, 0])[1] != conditional_acceptance([4, 0, 0])[1], "nobody came that far"
+    assert conditional_acceptance([4, 0, 0])[1] != conditional_acceptance([4, 0, 0])[1], "never reached"
 
 
 # --- growth --------------------------------------------------------------------------------------------------------
 
 
 @each("seed", range(20))
-def test_flat_states_are_no_alarm_however_noisy(seed: int) -> None:
+def test_flat_states_raise_no_alarm_however_noisy(seed: int) -> None:
     alarm = DriftAlarm(DEPTH)
     show(alarm, 0.0, 600, noise=0.2, seed=seed)
     assert alarm.take() == []
@@ -57,10 +57,10 @@ def test_flat_states_are_no_alarm_however_noisy(seed: int) -> None:
 
 
 @each("growth", [0.15, 0.3, 0.6])
-def test_growth_fires_once_with_its_evidence_and_leaves_the_bearable_depths(growth: float) -> None:
+def test_growth_fires_once_with_its_evidence_and_leaves_the_tolerable_depths(growth: float) -> None:
     alarm = DriftAlarm(DEPTH)
     show(alarm, growth, FEWEST_CHECKUPS - 1, noise=0.05)
-    assert alarm.take() == [], "too few to tell"
+    assert alarm.take() == [], "too few check-ups"
     show(alarm, growth, 2 * CHECKUPS, noise=0.05)
     (event,) = alarm.take()
     assert "the fed-back state grows by" in event
@@ -100,7 +100,7 @@ def test_growth_at_the_bound_does_not_flicker() -> None:
 
 @each("seed", range(10))
 @each("chances", [[0.5] * 7, [0.8, 0.76, 0.72, 0.69, 0.65, 0.62, 0.59], [0.3] * 7])
-def test_gentle_decline_is_no_alarm(chances: list[float], seed: int) -> None:
+def test_a_gentle_decline_raises_no_alarm(chances: list[float], seed: int) -> None:
     alarm = DriftAlarm(DEPTH)
     draft(alarm, chances, 3000, seed=seed)
     assert alarm.take() == []
@@ -114,8 +114,8 @@ def test_acceptance_that_ends_at_a_depth_fires_there_and_clears_by_check_ups() -
     assert "drafts of depth 4" in event
     assert alarm.deepest == 3
     draft(alarm, [0.8] * 7, 3000, depth=3, seed=1)
-    assert alarm.deepest == 3, "nothing new is known of depth 4"
-    draft(alarm, [0.8] * 7, 800, seed=2)  # what check-ups tell, in the end
+    assert alarm.deepest == 3, "nothing new is known about depth 4"
+    draft(alarm, [0.8] * 7, 800, seed=2)  # as check-ups report in the end
     assert alarm.deepest == DEPTH
     assert "fading has passed" in alarm.take()[0]
 
@@ -123,10 +123,10 @@ def test_acceptance_that_ends_at_a_depth_fires_there_and_clears_by_check_ups() -
 # --- the controller ------------------------------------------------------------------------------------------------
 
 
-def test_requests_on_auto_keep_to_what_is_healthy_and_fixed_ones_to_their_depth() -> None:
+def test_requests_on_auto_keep_to_the_healthy_depth_and_fixed_ones_to_their_own() -> None:
     controller = Controller(DEPTH)
     before = serve(controller, GPU, GREAT, users=4, steps=400)
-    assert max(before.depths[-1]) > 3, "or there is nothing to shorten"
+    assert max(before.depths[-1]) > 3, "there is something to limit"
     show(controller.drift, 0.3, CHECKUPS, noise=0.02)
     assert controller.drift.deepest == 3
     rows = [RowFacts(key=key, context=100, pending=2) for key in range(4)]
@@ -153,7 +153,7 @@ def test_the_report_is_json_from_the_beginning() -> None:
     json.dumps(alarm.report().as_json(), allow_nan=False)
 
 
-def test_rounds_alike_may_be_told_at_once() -> None:
+def test_equal_rounds_may_be_observed_at_once() -> None:
     one_by_one, at_once = DriftAlarm(DEPTH), DriftAlarm(DEPTH)
     for accepted, times in ((3, 40), (0, 25), (DEPTH, 7), (1, 200)):
         for _ in range(times):

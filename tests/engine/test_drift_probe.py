@@ -1,6 +1,5 @@
-"""A check-up sees what serving drafts and what the doctor measures, and serving cannot tell that it happened."""
+"""A drift check-up sees what serving drafts and what the doctor measures, and does not affect serving."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 
 from default_drafter import training_prompts
+from each import each
+from engine.common import OFF, SAMPLINGS, Prompts, at_depth, depths_of, options, request, requests, run, tokens_of
 from engine.noted_drafts import Drafted, note_drafts
 from engine.round_engines import round_engine
-from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.doctor.rounds import run_rounds
 from eyas.doctor.transcripts import Transcript
 from eyas.drafter.attention_mass import REGIONS, AttentionProbe
@@ -37,14 +37,14 @@ DEPTH = 5
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
+def prompts() -> Prompts:
     rows = language(8, 47, torch.Generator().manual_seed(22)).tolist()
     return [tuple(row[: 5 + 6 * i]) for i, row in enumerate(rows)]
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, DriftSample]]:
-    """Check-ups of every step, whatever they cost, with the tokens and the slot that each started from."""
+    """Check-ups in every step whatever they cost, with the tokens and the slot that each started from."""
     found: list[tuple[tuple[int, ...], int, DriftSample]] = []
     look = drift_probe.examine
 
@@ -59,7 +59,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, Dr
 
 
 def engine_of(target: Target, drafter: Drafter, *, recorded: bool = False, **changes: Any) -> Engine:
-    """It can afford a check-up in every step, however busy the machine is: its clock counts how often it is read."""
+    """An engine that can afford a check-up in every step: its clock counts how often it is read."""
     settings = options(**{"max_depth": DEPTH, "drift_share": 0.99, **changes})
     clock = partial(next, count())
     if recorded:
@@ -68,7 +68,7 @@ def engine_of(target: Target, drafter: Drafter, *, recorded: bool = False, **cha
 
 
 class Served:
-    """The drafts of every step, by the tokens that they stand behind."""
+    """The drafts of every step, by the tokens before them."""
 
     def __init__(self, engine: Engine) -> None:
         self.drafts: dict[tuple[int, ...], Drafted] = {}
@@ -78,35 +78,31 @@ class Served:
         self.drafts[drafted.behind] = drafted
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "fixed shapes"])
-@pytest.mark.parametrize("window", [None, 9])
+@each("recorded", [False, True])
+@each("window", [None, 9])
 def test_it_drafts_what_serving_drafts(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any, recorded: bool, window: Any
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, seen: Any, recorded: bool, window: Any
 ) -> None:
+    seen.clear()
     engine = engine_of(target, tiny_drafter, recorded=recorded, drafter_window=window, drafter_sinks=2)
     served = Served(engine)
-    run(engine, [request(prompt, max_new_tokens=40, speculation=at_depth(DEPTH)) for prompt in prompts])
+    run(engine, requests(prompts, max_new_tokens=40, speculation=at_depth(DEPTH)))
     compared = 0
     for tokens, _, one in seen:
-        drafts = served.drafts[tokens].drafts  # fewer towards the end of an answer
+        drafts = served.drafts[tokens].drafts  # fewer near the end of an answer
         assert one.tokens[: len(drafts)] == drafts
         compared += len(drafts)
     assert compared > 40
 
 
 def test_it_drafts_for_sampled_requests_as_serving_does(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, seen: Any
 ) -> None:
     engine = engine_of(target, tiny_drafter)
     served = Served(engine)
+    how: dict[str, Any] = {"max_new_tokens": 30, "speculation": at_depth(DEPTH)}
     asked = [
-        request(
-            prompt,
-            seed=seed,
-            sampling=SAMPLINGS[seed % len(SAMPLINGS)],
-            max_new_tokens=30,
-            speculation=at_depth(DEPTH),
-        )
+        request(prompt, seed=seed, sampling=SAMPLINGS[seed % len(SAMPLINGS)], **how)
         for seed, prompt in enumerate(prompts)
     ]
     run(engine, asked)
@@ -115,10 +111,10 @@ def test_it_drafts_for_sampled_requests_as_serving_does(
 
 
 def test_it_measures_what_the_doctor_measures(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, seen: Any
 ) -> None:
     engine = engine_of(target, tiny_drafter)
-    answers = run(engine, [request(prompt, max_new_tokens=30, speculation=at_depth(DEPTH)) for prompt in prompts])
+    answers = run(engine, requests(prompts, max_new_tokens=30, speculation=at_depth(DEPTH)))
     whole = [(*prompt, *answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
     assert len(seen) > 8
     for tokens, start, one in seen:
@@ -144,28 +140,25 @@ def test_it_measures_what_the_doctor_measures(
         assert np.allclose(sum(np.array(mass) for mass in one.mass.values()), 1.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "fixed shapes"])
+@each("recorded", [False, True])
 def test_answers_and_drafts_are_the_same_with_and_without(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any, recorded: bool
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, seen: Any, recorded: bool
 ) -> None:
-    asked = [request(prompt, max_new_tokens=30, speculation=at_depth(4)) for prompt in prompts]
+    seen.clear()
+    asked = requests(prompts, max_new_tokens=30, speculation=at_depth(4))
     ours = run(engine_of(target, tiny_drafter, recorded=recorded), asked)
     assert len(seen) > 8
     watched = len(seen)
     theirs = run(engine_of(target, tiny_drafter, recorded=recorded, drift_share=0.0), asked)
     assert len(seen) == watched, "share 0 is off"
-    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs]
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert depths_of(ours) == depths_of(theirs)
 
 
-def test_what_a_check_up_drafted_is_followed_to_its_end(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: Sequence[tuple[int, ...]],
-    seen: Any,
-    monkeypatch: pytest.MonkeyPatch,
+def test_drafts_of_a_check_up_are_followed_to_their_end(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, seen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drift_probe, "EVERY", 4)  # the next one ends what is followed
+    monkeypatch.setattr(drift_probe, "EVERY", 4)  # the next check-up ends the previous one
     engine = engine_of(target, tiny_drafter)
     told: list[tuple[int, int]] = []
     engine.drift.observe_round = lambda *fate: told.append(fate[:2])  # type: ignore[method-assign]
@@ -177,7 +170,7 @@ def test_what_a_check_up_drafted_is_followed_to_its_end(
         true = next((i for i, (a, b) in enumerate(zip(one.tokens, came, strict=False)) if a != b), len(came))
         expected.append((len(came), true))
     beyond = [(drafted, accepted) for drafted, accepted in told if accepted > 1]
-    assert beyond, "deeper than what was served"
+    assert beyond, "deeper than serving drafts"
     assert all(any(accepted == true for _, true in expected) for _, accepted in beyond)
 
 
@@ -185,7 +178,7 @@ def test_what_a_check_up_drafted_is_followed_to_its_end(
 
 
 def test_extra_passes_are_counted(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = [0]
     step = Drafter.step
@@ -195,7 +188,7 @@ def test_extra_passes_are_counted(
         return step(self, *arguments)
 
     monkeypatch.setattr(Drafter, "step", counted)
-    asked = [request(prompt, max_new_tokens=60, speculation=at_depth(3)) for prompt in prompts]
+    asked = requests(prompts, max_new_tokens=60, speculation=at_depth(3))
     without = engine_of(target, tiny_drafter, drift_share=0.0)
     run(without, asked)
     plain, steps[0] = steps[0], 0
@@ -205,15 +198,11 @@ def test_extra_passes_are_counted(
     assert steps[0] - plain == DEPTH * engine.drift.checkups
 
 
-@pytest.mark.parametrize("share", [0.1, 0.03])
-def test_no_more_than_its_share_of_time(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: Sequence[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    share: float,
+@each("share", [0.1, 0.03])
+def test_check_ups_keep_to_their_share_of_time(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    """On a clock by which a step takes a second and a check-up half a second."""
+    """With a clock by which a step takes a second and a check-up half a second."""
     now = [0.0]
     look = drift_probe.examine
 
@@ -225,8 +214,8 @@ def test_no_more_than_its_share_of_time(
     monkeypatch.setattr(drift_probe, "EVERY", 1)
     settings = options(max_depth=DEPTH, drift_share=share)
     engine = Engine(target, tiny_drafter, config=settings, clock=lambda: now[0])
-    for prompt in prompts:
-        engine.submit(request(prompt, max_new_tokens=70, speculation=at_depth(1)))
+    for one in requests(prompts, max_new_tokens=70, speculation=at_depth(1)):
+        engine.submit(one)
     while engine.busy:
         engine.step()
         now[0] += 1.0
@@ -235,10 +224,10 @@ def test_no_more_than_its_share_of_time(
     assert engine.drift.report().seconds == pytest.approx(spent)
 
 
-def test_steps_that_draft_nothing_are_no_time_to_take_a_share_of(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_steps_without_drafts_do_not_count_as_time(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two seconds of drafting behind a thousand of plain decoding do not pay for a check-up of one."""
+    """Two seconds of drafting after a thousand of plain decoding do not pay for a check-up of one."""
     now, examined = [0.0], list[float]()
 
     def examine(drafter: DrafterRunner, seq: SequenceState, *_: object) -> DriftSample:
@@ -264,18 +253,18 @@ def test_steps_that_draft_nothing_are_no_time_to_take_a_share_of(
     assert examined
 
 
-# --- what comes of it ----------------------------------------------------------------------------------------------
+# --- consequences --------------------------------------------------------------------------------------------------
 
 
-def served_alarm(target: Target, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> Engine:
+def served_alarm(target: Target, drafter: Drafter, prompts: Prompts) -> Engine:
     engine = engine_of(target, drafter, max_depth=7)
-    run(engine, [request(prompt, max_new_tokens=70, speculation=at_depth(7)) for prompt in prompts])
+    run(engine, requests(prompts, max_new_tokens=70, speculation=at_depth(7)))
     assert engine.drift.checkups >= 16
     return engine
 
 
 def test_a_lost_norm_fires_and_a_healthy_drafter_does_not(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drift_probe, "EVERY", 4)
     assert served_alarm(target, tiny_drafter, prompts).controller.events() == []
@@ -289,7 +278,7 @@ def test_a_lost_norm_fires_and_a_healthy_drafter_does_not(
 
 
 def test_trees_of_requests_on_auto_grow_no_deeper_than_is_healthy(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]]
+    target: Target, tiny_drafter: Drafter, prompts: Prompts
 ) -> None:
     engine = engine_of(target, tiny_drafter, tree=Tree(depth=4, width=2, budget=8), drift_share=1e-9)
     for _ in range(FEWEST_CHECKUPS):
@@ -297,28 +286,28 @@ def test_trees_of_requests_on_auto_grow_no_deeper_than_is_healthy(
     assert engine.drift.deepest == 2
     served = Served(engine)
     fixed = request(prompts[0], speculation=at_depth(4))
-    run(engine, [fixed, *(request(prompt, max_new_tokens=40) for prompt in prompts[1:])])
-    run(engine, [fixed])  # among others it has trees of their shape
+    run(engine, [fixed, *requests(prompts[1:], max_new_tokens=40)])
+    run(engine, [fixed])  # among others it gets trees of their shape
     auto = [one.depth for tokens, one in served.drafts.items() if tokens[:5] != prompts[0][:5]]
     assert max(auto) == 2
     assert max(one.depth for tokens, one in served.drafts.items() if tokens[:5] == prompts[0][:5]) == 4
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], served: bool
+@each("served", [False, True])
+def test_a_rehearsal_measures_a_check_up_and_leaves_nothing_behind(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, served: bool
 ) -> None:
-    """Before anybody was served there are no blocks; later they are others' and stay as they are."""
+    """Before the first request there are no blocks; later they belong to requests and stay as they are."""
     engine = engine_of(target, tiny_drafter, recorded=True)
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    expected = [answer.tokens for answer in run(engine, asked)] if served else None
+    asked = requests(prompts, speculation=at_depth(3))
+    expected = tokens_of(run(engine, asked)) if served else None
     before = engine.drift.checkups
     engine.capture_graphs()
     assert isinstance(engine.proposer, DrafterProposer)
     assert engine.proposer.drift_probe._cost is not None
     assert engine.proposer.drift_probe._cost > 0
     assert engine.drift.checkups == before
-    answers = [answer.tokens for answer in run(engine, asked)]
+    answers = tokens_of(run(engine, asked))
     assert expected is None or answers == expected
     assert engine.drift.checkups > before
     engine.scheduler.check()
@@ -341,7 +330,7 @@ def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
         engine = Engine(
             default_target, drafter, config=EngineConfig(max_num_seqs=3, max_model_len=512, drift_share=0.9)
         )
-        engine.generate([request(ids, max_new_tokens=18, speculation=at_depth(1)) for ids in asked])
+        engine.generate(requests(asked, max_new_tokens=18, speculation=at_depth(1)))
         reports.append(engine.drift.report())
         assert reports[-1].checkups >= FEWEST_CHECKUPS
         assert reports[-1].firing == bool(engine.controller.events()) == (shipped is lost)

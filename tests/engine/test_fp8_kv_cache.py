@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits: an answer is a function of the request alone, and twice the tokens fit."""
+"""8-bit keys and values: answers depend on the request alone, and more tokens fit."""
 
 from itertools import pairwise
 from typing import Any
@@ -7,8 +7,19 @@ import pytest
 import torch
 
 from each import each
+from engine.common import (
+    OFF,
+    Prompts,
+    at_depth,
+    bytes_for,
+    options,
+    request,
+    requests,
+    run,
+    run_preempted,
+    tokens_of,
+)
 from engine.round_engines import round_engine
-from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.attention import attend_densely
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig, require_kv_cache_dtype
@@ -24,7 +35,6 @@ from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
 
 CPU = torch.device("cpu")
-Prompts = list[tuple[int, ...]]
 
 
 def narrow(**changes: Any) -> EngineConfig:
@@ -40,15 +50,14 @@ def asked(prompts: Prompts, speculation: Speculation, sampling: Sampling | None 
 
 @pytest.fixture(scope="module")
 def plainly(target: Target, prompts: Prompts) -> list[tuple[int, ...]]:
-    """What each request is told alone, without drafts."""
-    engine = Engine(target, None, config=narrow(max_num_seqs=1))
-    return [answer.tokens for answer in run(engine, asked(prompts, OFF))]
+    """The answer of each request alone, without drafts."""
+    return tokens_of(run(Engine(target, None, config=narrow(max_num_seqs=1)), asked(prompts, OFF)))
 
 
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_rounded_to_the_nearest_and_never_beyond_the_largest() -> None:
+def test_numbers_are_rounded_to_the_nearest_and_saturate() -> None:
     given = torch.tensor([1.0, 1.0625, 1.07, -17.0, 447.0, 1e4, -1e30, 2.0**-9, 2.0**-11, 0.0])
     kept = torch.tensor([1.0, 1.0, 1.125, -16.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0, 0.0])
     assert torch.equal(as_stored(given, FP8).float(), kept)
@@ -57,7 +66,7 @@ def test_numbers_are_rounded_to_the_nearest_and_never_beyond_the_largest() -> No
 
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_reads_what_it_has_written(dtype: torch.dtype) -> None:
-    """Keys of the pass itself are as rounded as those of passes before it."""
+    """Keys of the pass itself are rounded like those of earlier passes."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8, generator=generator).to(dtype) for heads in (6, 2, 2))
     keys, values = (as_stored(x, FP8).float() for x in (k, v))
@@ -74,7 +83,7 @@ def test_a_pass_reads_what_it_has_written(dtype: torch.dtype) -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    """To the last bit, where there is a compiler."""
+    """Bit for bit, where there is a compiler."""
     from eyas.kernels.attention.cpu import load_kernel
 
     if load_kernel()[0] is None:
@@ -112,7 +121,7 @@ def test_drafts_change_nothing(
     target: Target, tiny_drafter: Drafter, prompts: Prompts, plainly: list[Any], rows: int, speculation: Speculation
 ) -> None:
     engine = Engine(target, tiny_drafter, config=narrow(max_num_seqs=rows))
-    assert [answer.tokens for answer in run(engine, asked(prompts, speculation))] == plainly
+    assert tokens_of(run(engine, asked(prompts, speculation))) == plainly
     assert speculation.mode != "fixed" or engine.stats.accepted > 0
     assert engine._drafting is not None
     caches = [engine.model_runner.cache] + ([engine._drafting.cache] if engine.stats.drafts else [])
@@ -122,7 +131,7 @@ def test_drafts_change_nothing(
 def test_sampled_answers_are_the_same_with_drafts(target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
     sampling = Sampling(temperature=0.9)
     said = [
-        [answer.tokens for answer in run(Engine(target, drafter, config=narrow()), asked(prompts, how, sampling))]
+        tokens_of(run(Engine(target, drafter, config=narrow()), asked(prompts, how, sampling)))
         for drafter, how in ((None, OFF), (tiny_drafter, at_depth(3)))
     ]
     assert said[0] == said[1]
@@ -137,27 +146,21 @@ def test_trees_chunks_and_prefixes_do_not_show(
 ) -> None:
     engine = Engine(target, tiny_drafter, config=narrow(**changes))
     for _ in range(2):  # the second time prompts come from the prefix cache, if there is one
-        assert [answer.tokens for answer in run(engine, asked(prompts, at_depth(3)))] == plainly
+        assert tokens_of(run(engine, asked(prompts, at_depth(3)))) == plainly
 
 
 def test_preemption_does_not_show(target: Target, tiny_drafter: Drafter, prompts: Prompts, plainly: list[Any]) -> None:
-    per_block = Engine(target, tiny_drafter, config=narrow()).budget.bytes_per_block
-    engine = Engine(target, tiny_drafter, config=narrow(max_model_len=64, memory=24 * per_block))
-    keys, said, preempted = [engine.submit(one) for one in asked(prompts, at_depth(3))], dict[int, list[int]](), 0
-    while engine.busy:
-        for piece in engine.step():
-            said.setdefault(piece.key, []).extend(piece.tokens)
-        preempted += sum(seq.preemptions for seq in engine.scheduler.running)
-    assert [tuple(said[key]) for key in keys] == plainly
-    assert preempted, "blocks were short enough for a preemption"
+    memory = bytes_for(24, target, tiny_drafter, narrow())
+    engine = Engine(target, tiny_drafter, config=narrow(max_model_len=64, memory=memory))
+    assert tokens_of(run_preempted(engine, asked(prompts, at_depth(3)))) == plainly
 
 
 def test_rounds_on_the_device_give_the_same(
     target: Target, tiny_drafter: Drafter, prompts: Prompts, plainly: list[Any]
 ) -> None:
-    """Uncaptured, by dense attention: the same up to near-ties."""
+    """Uncaptured, by dense attention: equal up to near-ties."""
     engine = round_engine(target, tiny_drafter, narrow())
-    said = [answer.tokens for answer in run(engine, asked(prompts, at_depth(3)))]
+    said = tokens_of(run(engine, asked(prompts, at_depth(3))))
     assert sum(a == b for a, b in zip(said, plainly, strict=True)) >= len(prompts) - 1
     assert engine.stats.accepted > 0
 
@@ -180,7 +183,7 @@ def test_a_swapped_drafter_keeps_eight_bits(target: Target, tiny_drafter: Drafte
 
 def test_the_drift_probe_reads_eight_bits(target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
     engine = Engine(target, tiny_drafter, config=narrow(drift_share=0.9))
-    run(engine, [request(prompt, speculation=at_depth(3), max_new_tokens=60) for prompt in prompts])
+    run(engine, requests(prompts, speculation=at_depth(3), max_new_tokens=60))
     assert engine.drift.report().checkups > 0
 
 
@@ -197,12 +200,9 @@ def test_as_many_bytes_hold_more_tokens(target: Target, tiny_drafter: Drafter) -
 
 
 @each("name", ["fp8_e5m2", "int8", "bfloat16", ""])
-def test_other_types_are_refused_by_name(name: str) -> None:
+def test_other_types_are_refused_and_vllms_names_are_accepted(name: str) -> None:
     with pytest.raises(UserError, match=f"kv_cache_dtype is '{name}'; it must be one of auto, fp8, fp8_e4m3"):
         EngineConfig(kv_cache_dtype=name)
-
-
-def test_vllms_other_name_means_the_same() -> None:
     assert EngineConfig(kv_cache_dtype="fp8_e4m3").kv_cache_type == FP8
     assert EngineConfig().kv_cache_type is None
 

@@ -1,4 +1,4 @@
-"""Targets of every fused block answer as transformers' `generate` does, in one batch and beyond their windows."""
+"""Targets with every kind of fused block answer as transformers' `generate` does, in batches and beyond windows."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from each import each
-from engine.test_engine import OFF, at_depth, options, request
+from engine.common import OFF, at_depth, options, requests
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.fused_target import fused_target
@@ -42,7 +42,7 @@ def test_answers_are_transformers_own(block: str, packed: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 80, (length,), generator=generator).tolist() for length in (3, 14, 70)]
     engine = Engine(target, config=options(max_num_batched_tokens=32))  # the long one is read in chunks
-    answers = engine.generate([request(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts])
+    answers = engine.generate(requests(prompts, max_new_tokens=NEW_TOKENS))
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -60,7 +60,7 @@ def test_drafts_do_not_change_what_experts_answer(block: str) -> None:
     answers = []
     for how in (OFF, at_depth(3)):
         engine = Engine(target, drafter, config=options())
-        asked = [request(prompt, max_new_tokens=NEW_TOKENS, speculation=how) for prompt in prompts]
+        asked = requests(prompts, max_new_tokens=NEW_TOKENS, speculation=how)
         answers.append([list(answer.tokens) for answer in engine.generate(asked)])
     assert answers[0] == answers[1]
 
@@ -68,7 +68,7 @@ def test_drafts_do_not_change_what_experts_answer(block: str) -> None:
 @each("packed", [False, True])
 @each("block", ["qwen3", "gemma2"])
 @each("keep", [None, [1, 4]])
-def test_logits_are_written_where_they_are_asked_for(block: str, packed: bool, keep: list[int] | None) -> None:
+def test_logits_are_written_to_the_given_buffer(block: str, packed: bool, keep: list[int] | None) -> None:
     target = plain(block, **(sizes_of_panels(block) if packed else {}))
     if packed:
         pack_linears(target.model)

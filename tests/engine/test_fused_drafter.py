@@ -1,4 +1,4 @@
-"""The lean pass of a drafter is its model's, and where it is not, the model runs."""
+"""The fused pass of a drafter computes what its model does; where it would not, the model runs."""
 
 from itertools import product
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from each import each
-from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
 from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
 from eyas.kernels.elementwise import Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
 from eyas.kernels.llama.rotary_table import FIRST_POSITIONS
+from oracle.dense import DenseAttention
 from tiny import drafter_config, random_drafter
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")
@@ -27,13 +27,13 @@ def _compiled() -> None:
 
 def drafter_of(**flags: bool | int) -> Drafter:
     if flags.get("fc_norm") and flags.get("norm_before_fc"):
-        flags["norm_before_fc"] = False  # one of both
+        flags["norm_before_fc"] = False  # they exclude each other
     return random_drafter(drafter_config(**flags)).eval().requires_grad_(False)
 
 
 @torch.inference_mode()
 def assert_drafts_alike(lean: DraftPasses, drafter: Drafter) -> None:
-    assert type(lean) is not DraftPasses, "or the model is compared with itself"
+    assert type(lean) is not DraftPasses, "the model is not compared with itself"
     config = drafter.config
     aux_NX = torch.randn(5, config.num_aux_hidden_states * config.target_hidden_size) * 20
     token_N, position_N = torch.randint(config.vocab_size, (5,)), torch.arange(5)
@@ -62,7 +62,7 @@ def test_norms_of_queries_and_keys_are_honoured(residual: bool) -> None:
     assert_drafts_alike(fused_drafter(drafter), drafter)
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@each("qk_norm", [False, True])
 def test_packed_linears_are_run_as_one(qk_norm: bool) -> None:
     if load_kernel()[0] is None:
         pytest.skip("no C compiler here, or none that can be trusted")
@@ -72,7 +72,7 @@ def test_packed_linears_are_run_as_one(qk_norm: bool) -> None:
     assert_drafts_alike(fused_drafter(packed), drafter)
 
 
-def test_more_layers_and_other_types_run_by_the_model_itself() -> None:
+def test_more_layers_and_other_types_run_by_the_model() -> None:
     deep = random_drafter(drafter_config(num_hidden_layers=2))
     half = drafter_of().to(torch.bfloat16)
     homeless = random_drafter(drafter_config(), own_embedding=False)
@@ -84,7 +84,7 @@ def test_more_layers_and_other_types_run_by_the_model_itself() -> None:
 
 
 @each("step", ["gate", "rotate", "norm"])
-def test_a_step_that_computes_wrongly_is_found_out(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_step_is_found_by_the_trial(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, right = drafter_of(), getattr(Elementwise, step)
 
     def wrong(self: Elementwise, *given: torch.Tensor) -> object:
@@ -96,7 +96,7 @@ def test_a_step_that_computes_wrongly_is_found_out(step: str, monkeypatch: pytes
     assert type(fused_drafter(drafter)) is DraftPasses
 
 
-def test_the_trial_leaves_no_rotations_of_positions_that_nobody_has_come_to() -> None:
+def test_the_trial_leaves_no_rotations_of_positions_that_were_not_reached() -> None:
     drafter = drafter_of(max_position_embeddings=3 * FIRST_POSITIONS)
     fused = fused_drafter(drafter)
     assert isinstance(fused, _FusedDrafter)

@@ -1,4 +1,4 @@
-"""Grammars: what they allow is a function of the tokens, and the answer is the same however it is drafted for."""
+"""Grammars: masks depend on the tokens only, and answers are the same in every way of drafting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from chat_tokenizer import letter_tokenizer
 from each import each
+from engine.common import AUTO, OFF, at_depth, bytes_for, options, run_preempted, tokens_of
 from engine.round_engines import round_engine
 from engine.test_auto_trees import engine_with_trees
-from engine.test_engine import OFF, at_depth, options
 from engine.test_suffix_rounds import extend_every_round
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.output import OutputDelta
+from eyas.engine.output import OutputDelta, RequestOutput
 from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
@@ -31,6 +31,7 @@ from eyas.grammar.llguidance import LlGuidance
 from eyas.sampling import Sampling
 
 if TYPE_CHECKING:
+    from engine.common import Prompts
     from eyas.drafter.model import Drafter
     from eyas.target.model import Target
 
@@ -50,7 +51,7 @@ SHORT = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-WAYS = [OFF, at_depth(1), at_depth(3), at_depth(5), Speculation()]
+WAYS = [OFF, at_depth(1), at_depth(3), at_depth(5), AUTO]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,15 @@ def guidance(letters: Target) -> LlGuidance:
     return LlGuidance(letters.tokenizer, letters.facts.vocab_size)
 
 
+@pytest.fixture(scope="module")
+def short(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> tuple[list[Request], list[RequestOutput]]:
+    """Requests for a short object, and their answers with chains of drafts."""
+    asked = requests(letters, guidance.json_schema(SHORT))
+    return asked, Engine(letters, tiny_drafter, config=options()).generate(asked)
+
+
 def requests(target: Target, grammar: Any, ways: Any = WAYS, **changes: Any) -> list[Request]:
-    """The same question in every way of drafting, greedy and by chance."""
+    """One question in every way of drafting, greedy and sampled."""
     samplings = (Sampling(), Sampling(temperature=0.9, top_p=0.95), Sampling(temperature=1.5, repetition_penalty=1.2))
     asked: dict[str, Any] = {"prompt": tuple(range(5, 25)), "max_new_tokens": 60, "stop_ids": target.stop_ids()}
     return [
@@ -75,26 +83,26 @@ def requests(target: Target, grammar: Any, ways: Any = WAYS, **changes: Any) -> 
 
 
 def check_json(answers: list[Any], keys: set[str], ways: int = len(WAYS)) -> None:
-    """Every way gives one answer, which is what the schema asks for."""
+    """Every way gives the same answer, which satisfies the schema."""
     for first in range(0, len(answers), ways):
         alike = answers[first : first + ways]
         assert len({answer.tokens for answer in alike}) == 1
         assert {answer.finished for answer in alike} == {FinishReason.STOP}
         assert set(json.loads(alike[0].text)) == keys
-    assert len({answer.tokens for answer in answers}) > 1, "chance makes a difference"
+    assert len({answer.tokens for answer in answers}) > 1, "sampling makes a difference"
 
 
-# --- what is allowed ---------------------------------------------------------------------------------------------
+# --- masks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_walk_is_a_function_of_the_tokens(guidance: LlGuidance, letters: Target) -> None:
+def test_masks_are_a_function_of_the_tokens(guidance: LlGuidance, letters: Target) -> None:
     chance = random.Random(1)
     stops = sorted(letters.stop_ids())
     for grammar in (guidance.json_schema(SHORT), guidance.regex("(ab|a[bc]){2,4}x*"), guidance.choice(["ab", "abc"])):
         matcher = grammar.matcher(prompt_length=2, stop_ids=stops)
         tokens = [7, 7]
         while True:
-            for _ in range(4):  # look ahead along lawful and unlawful drafts
+            for _ in range(4):  # look ahead along allowed and forbidden drafts
                 drafts: list[int] = []
                 for _ in range(chance.randrange(5)):
                     mask_V = matcher.mask(tokens, drafts)
@@ -102,10 +110,10 @@ def test_a_walk_is_a_function_of_the_tokens(guidance: LlGuidance, letters: Targe
                     drafts.append(chance.choice(lawful_ids or [9]) if chance.random() < 0.8 else chance.randrange(96))
                 fresh = grammar.matcher(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
                 seen = matcher.mask(tokens, drafts)
-                told = fresh_or_none(grammar, tokens, drafts, stops)
-                assert (seen is None) == (told is None)
-                if seen is not None and told is not None:
-                    assert torch.equal(seen, told)
+                expected = fresh_or_none(grammar, tokens, drafts, stops)
+                assert (seen is None) == (expected is None)
+                if seen is not None and expected is not None:
+                    assert torch.equal(seen, expected)
                     assert fresh is not None
                     assert torch.equal(seen, fresh)
             mask_V = matcher.mask(tokens, [])
@@ -119,7 +127,7 @@ def test_a_walk_is_a_function_of_the_tokens(guidance: LlGuidance, letters: Targe
 
 
 def fresh_or_none(grammar: Any, tokens: list[int], drafts: list[int], stops: list[int]) -> Any:
-    """The mask behind drafts, found step by step by walks that never went back."""
+    """The mask behind drafts, computed step by step by fresh matchers."""
     for count in range(len(drafts)):
         mask_V = grammar.matcher(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts[:count]], [])
         if mask_V is None or not mask_V[drafts[count]] or drafts[count] in stops:
@@ -136,15 +144,14 @@ def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_it_is
     assert allowed == [encode("a"), [1, 3, *encode("b")], [1, 3]]
 
 
-# --- the answer is the same --------------------------------------------------------------------------------------
+# --- answers -----------------------------------------------------------------------------------------------------
 
 
-def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
-    asked = requests(letters, guidance.json_schema(SHORT))
+def test_every_way_of_drafting_gives_one_answer(letters: Target, short: Any) -> None:
+    asked, answers = short
     alone = [Engine(letters).generate([replace(one, speculation=OFF)])[0].tokens for one in asked[:: len(WAYS)]]
-    answers = Engine(letters, tiny_drafter, config=options()).generate(asked)
     check_json(answers, {"a", "b"})
-    assert [answer.tokens for answer in answers[:: len(WAYS)]] == alone
+    assert tokens_of(answers[:: len(WAYS)]) == alone
     assert sum(answer.stats.accepted for answer in answers) > 0
 
 
@@ -156,7 +163,7 @@ def test_suffix_drafts_give_the_same_answer(
     asked = requests(letters, guidance.json_schema(SHORT), ways)
     suffix = replace(options(), suffix=SuffixConfig(max_spec_factor=4.0))
     engine = Engine(letters, tiny_drafter if beside else None, config=suffix)
-    for _ in range(2):  # the second time the answers are there to be drafted
+    for _ in range(2):  # the second time the answers can be drafted
         answers = engine.generate(asked)
         check_json(answers, {"a", "b"}, ways=len(ways))
     alone = [Engine(letters).generate([one])[0].tokens for one in asked[:: len(ways)]]
@@ -164,76 +171,57 @@ def test_suffix_drafts_give_the_same_answer(
     assert sum(answer.stats.suffix_accepted for answer in answers) > 0
 
 
-def test_chains_that_the_text_continues_give_the_same_answer(
-    letters: Target,
-    tiny_drafter: Drafter,
-    guidance: LlGuidance,
-    prompts: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+def test_chains_continued_by_suffix_drafts_give_the_same_answer(
+    letters: Target, tiny_drafter: Drafter, guidance: LlGuidance, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a grammar that forbids what the target says most, and leaves the drafter something to guess."""
+    """With a grammar that forbids the target's most frequent character and leaves the drafter something to guess."""
     (free,) = Engine(letters).generate(requests(letters, None, [OFF], prompt=prompts[-1])[:1])
     grammar = guidance.regex(f"[^{re.escape(Counter(free.text).most_common(1)[0][0])}]+")
-    asked = requests(letters, grammar, [Speculation()], prompt=prompts[-1])
+    asked = requests(letters, grammar, [AUTO], prompt=prompts[-1])
     alone = [Engine(letters).generate([replace(one, speculation=OFF)])[0].tokens for one in asked]
     assert free.tokens not in alone
     engine = Engine(letters, tiny_drafter, config=replace(options(), suffix=SuffixConfig(max_spec_factor=4.0)))
     extend_every_round(monkeypatch, engine)
     continued = 0
 
-    def count(piece: OutputDelta) -> None:
+    def count(delta: OutputDelta) -> None:
         nonlocal continued
-        continued += piece.drafted > piece.suffix_drafted > 0
+        continued += delta.drafted > delta.suffix_drafted > 0
 
-    for _ in range(2):  # the second time the answers are there to be drafted
-        assert [answer.tokens for answer in engine.generate(asked, on_piece=count)] == alone
+    for _ in range(2):  # the second time the answers can be drafted
+        assert tokens_of(engine.generate(asked, on_piece=count)) == alone
     assert continued
 
 
-def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
-    asked = requests(letters, guidance.json_schema(SHORT))
-    tree = replace(options(), tree=Tree(depth=3, width=3, budget=8))
-    answers = Engine(letters, tiny_drafter, config=tree).generate(asked)
-    check_json(answers, {"a", "b"})
-    plain = Engine(letters, tiny_drafter, config=options()).generate(asked)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
-
-
-def test_trees_that_the_controller_chooses_give_the_same_answer(
-    letters: Target, tiny_drafter: Drafter, guidance: LlGuidance
-) -> None:
-    asked = requests(letters, guidance.json_schema(SHORT))
-    engine = engine_with_trees(letters, tiny_drafter, Tree(depth=3, width=3, budget=8))
+@each("chosen", [False, True])
+def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, short: Any, chosen: bool) -> None:
+    asked, expected = short
+    tree = Tree(depth=3, width=3, budget=8)
+    if chosen:
+        engine = engine_with_trees(letters, tiny_drafter, tree)
+    else:
+        engine = Engine(letters, tiny_drafter, config=options(tree=tree))
     answers = engine.generate(asked)
     check_json(answers, {"a", "b"})
-    plain = Engine(letters, tiny_drafter, config=options()).generate(asked)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
-    assert engine.controller.report()["rows_in_trees"] > 0
+    assert tokens_of(answers) == tokens_of(expected)
+    assert not chosen or engine.controller.report()["rows_in_trees"] > 0
 
 
-def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
-    asked = requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), Speculation()))[:6]
+def test_rounds_on_a_device_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), AUTO))[:6]
     free = [replace(one, grammar=None) for one in asked]
     expected = Engine(letters, tiny_drafter, config=options()).generate([*asked, *free])
+    by_request = dict(zip([*asked, *free], expected, strict=True))
     for share in ([*asked, *free], asked[1:2], asked[1::3]):  # the last two are drafted and verified at once
         answers = round_engine(letters, tiny_drafter, options()).generate(share)
-        by_request = dict(zip([*asked, *free], expected, strict=True))
-        assert [answer.tokens for answer in answers] == [by_request[one].tokens for one in share]
+        assert tokens_of(answers) == [by_request[one].tokens for one in share]
 
 
-def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
-    asked = requests(letters, guidance.json_schema(SHORT))
-    expected = Engine(letters, tiny_drafter, config=options()).generate(asked)
-    engine = Engine(letters, tiny_drafter, config=options())
-    engine.block_manager.allocate(engine.block_manager.blocks - 12)
-    preempted = 0
-    keys, pieces = [engine.submit(one) for one in asked], dict[int, list[int]]()
-    while engine.busy:
-        for piece in engine.step():
-            pieces.setdefault(piece.key, []).extend(piece.tokens)
-        preempted = max([preempted, *(seq.preemptions for seq in engine.scheduler.running)])
-    assert preempted > 0
-    assert [tuple(pieces[key]) for key in keys] == [answer.tokens for answer in expected]
+def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, short: Any) -> None:
+    asked, expected = short
+    memory = bytes_for(24, letters, tiny_drafter)
+    engine = Engine(letters, tiny_drafter, config=options(max_model_len=88, memory=memory))
+    assert tokens_of(run_preempted(engine, asked)) == tokens_of(expected)
 
 
 @pytest.mark.slow
@@ -243,20 +231,19 @@ def test_a_real_schema_on_the_default_target(default_target: Target) -> None:
     drafter = drafter.share_target(default_target.embedding(), default_target.head())
     grammar = LlGuidance(default_target.tokenizer, default_target.facts.vocab_size).json_schema(BIRD)
     prompt = default_target.encode_chat([{"role": "user", "content": "Describe the barn owl as JSON."}])
-    ways = (at_depth(4), Speculation())
+    ways = (at_depth(4), AUTO)
     asked = requests(default_target, grammar, ways, prompt=tuple(prompt), max_new_tokens=48)[:4]
     beside = replace(asked[0], grammar=None, max_new_tokens=8)
     alone = Engine(default_target, config=EngineConfig(memory=2**28, max_model_len=512))
-    plain = [answer.tokens for answer in alone.generate([replace(one, speculation=OFF) for one in asked[::2]])]
+    plain = tokens_of(alone.generate([replace(one, speculation=OFF) for one in asked[::2]]))
     chains = Engine(default_target, drafter, config=EngineConfig(memory=2**28, max_model_len=512))
     answers = chains.generate([*asked, beside])[:-1]
     check_json(answers, set(BIRD["required"]), 2)  # type: ignore[call-overload]
-    assert [answer.tokens for answer in answers[::2]] == plain
+    assert tokens_of(answers[::2]) == plain
     assert all(answer.stats.accepted > 0 for answer in answers[::2])
     tree = Tree(depth=4, width=3, budget=8)
     trees = Engine(default_target, drafter, config=EngineConfig(memory=2**28, max_model_len=512, tree=tree))
-    for answer, expected in zip(trees.generate(asked[::2]), plain, strict=True):
-        assert answer.tokens == expected
+    assert tokens_of(trees.generate(asked[::2])) == plain
 
 
 # --- limits ------------------------------------------------------------------------------------------------------
@@ -292,7 +279,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(guidance: LlGuidance
         make(guidance)
 
 
-def test_nothing_else_may_decide_where_an_answer_ends(letters: Target, guidance: LlGuidance) -> None:
+def test_no_other_option_may_decide_where_an_answer_ends(letters: Target, guidance: LlGuidance) -> None:
     grammar = guidance.choice(["yes", "no"])
     asked: dict[str, Any] = {"prompt": (5,), "sampling": Sampling(), "max_new_tokens": 4, "grammar": grammar}
     with pytest.raises(UserError, match="stop token"):
@@ -316,8 +303,8 @@ def test_stop_ids_that_do_not_exist_stop_nothing(letters: Target, guidance: LlGu
     assert answer.finished is FinishReason.ERROR
 
 
-def test_a_lexer_that_others_filled_is_renewed(letters: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of one grammar share its lexer; none may fail for what others said."""
+def test_a_lexer_that_other_requests_filled_is_renewed(letters: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one grammar share its lexer; none may fail because of the others' text."""
     monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 30)
     chance, guidance = random.Random(1), LlGuidance(letters.tokenizer, letters.facts.vocab_size)
     shared = guidance.regex("([a-m].{0,30}[n-z]){1,9}")
@@ -337,7 +324,7 @@ def test_a_lexer_that_others_filled_is_renewed(letters: Target, monkeypatch: pyt
 
 
 class _Failing:
-    """A grammar that becomes too complex behind two tokens."""
+    """A grammar that becomes too complex after two tokens."""
 
     vocab_size = 96
 
@@ -353,10 +340,10 @@ class _Failing:
         return torch.ones(96, dtype=torch.bool)
 
 
-def test_a_grammar_that_fails_on_the_way_ends_its_own_request(letters: Target, tiny_drafter: Drafter) -> None:
+def test_a_grammar_that_fails_ends_its_own_request_only(letters: Target, tiny_drafter: Drafter) -> None:
     failing, *others = requests(letters, None, max_new_tokens=12)[:4]
     engine = Engine(letters, tiny_drafter, config=options())
     expected = engine.generate(others)
     answer, *beside = engine.generate([replace(failing, grammar=_Failing()), *others])
     assert answer.finished is FinishReason.ERROR
-    assert [one.tokens for one in beside] == [one.tokens for one in expected]
+    assert tokens_of(beside) == tokens_of(expected)

@@ -1,4 +1,4 @@
-"""An answer comes with the target's own states of all its tokens but the last, however they were computed."""
+"""An answer comes with the target's states of all its tokens but the last, however they were computed."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,18 +7,18 @@ import pytest
 import torch
 
 import tiny
-from engine.test_engine import OFF, at_depth, options, request, run
+from each import each
+from engine.common import OFF, Prompts, at_depth, bytes_for, options, request, requests, run, run_preempted, tokens_of
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request
-from eyas.engine.scheduler import SchedulerOutput
 from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
 from eyas.target.model import Target
 
 LAYERS = (0, 2, tiny.LAYERS)
-"""One of them the drafter reads too, and the others it does not."""
+"""One of them is read by the drafter too."""
 
 
 def assert_states(target: Target, asked: Request, answer: RequestOutput) -> None:
@@ -28,7 +28,7 @@ def assert_states(target: Target, asked: Request, answer: RequestOutput) -> None
     torch.testing.assert_close(answer.hidden_states, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {},
@@ -36,13 +36,12 @@ def assert_states(target: Target, asked: Request, answer: RequestOutput) -> None
         {"tree": Tree(depth=3, width=3, budget=9)},
         {"prefix_cache": False, "max_num_seqs": 2},
     ],
-    ids=["chains", "small chunks", "trees", "without a prefix cache"],
 )
-@pytest.mark.parametrize("fused", [True, False])
+@each("fused", [True, False])
 def test_states_are_the_targets_own(
     target: Target,
     tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
+    prompts: Prompts,
     changes: dict[str, Any],
     fused: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,19 +50,17 @@ def test_states_are_the_targets_own(
         monkeypatch.setattr("eyas.engine.runner.model_runner.fused_target", lambda *_: None)
     engine = Engine(target, tiny_drafter, config=options(hidden_state_layers=LAYERS, **changes))
     asked = [request(p, speculation=at_depth(3) if i % 3 else OFF) for i, p in enumerate(prompts)]
-    asked += asked[:4]  # their beginnings are in the cache by then
+    asked += asked[:4]  # their prefixes are cached by then
     answers = run(engine, asked)
     for one, answer in zip(asked, answers, strict=True):
         assert_states(target, one, answer)
-    assert engine.stats.accepted > 0, "drafts are accepted, so states of drafts are among them"
+    assert engine.stats.accepted > 0, "drafts are accepted, so their states are among these"
     plain = run(Engine(target, tiny_drafter, config=options(**changes)), asked)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert tokens_of(answers) == tokens_of(plain)
     assert [answer.accepted for answer in answers] == [answer.accepted for answer in plain]
 
 
-def test_no_drafter_is_needed_and_a_stop_token_ends_the_states_too(
-    target: Target, prompts: list[tuple[int, ...]]
-) -> None:
+def test_no_drafter_is_needed_and_a_stop_token_ends_the_states_too(target: Target, prompts: Prompts) -> None:
     engine = Engine(target, config=options(hidden_state_layers=LAYERS))
     first = run(engine, [request(prompts[5])])[0]
     asked = request(prompts[5], stop_ids=frozenset({first.tokens[4]}))
@@ -72,7 +69,7 @@ def test_no_drafter_is_needed_and_a_stop_token_ends_the_states_too(
     assert_states(target, asked, answer)
 
 
-def test_what_the_prefix_cache_has_comes_with_its_states(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_prefix_cache_hits_come_with_their_states(target: Target, prompts: Prompts) -> None:
     engine = Engine(target, config=options(hidden_state_layers=LAYERS))
     first = run(engine, [request(prompts[-1])])[0]
     assert first.num_cached_tokens == 0
@@ -83,32 +80,19 @@ def test_what_the_prefix_cache_has_comes_with_its_states(target: Target, prompts
     assert_states(target, longer, answer)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@each("prefix_cache", [True, False])
 def test_preempted_requests_have_all_their_states(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    prefix_cache: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, prefix_cache: bool
 ) -> None:
-    changes: dict[str, Any] = {"hidden_state_layers": LAYERS, "max_model_len": 64, "prefix_cache": prefix_cache}
-    per_block = Engine(target, tiny_drafter, config=options(**changes)).budget.bytes_per_block
-    engine = Engine(target, tiny_drafter, config=options(**changes, memory=30 * per_block))
-    preempted = []
-    plan = engine.scheduler.plan
-
-    def note(*given: Any, **options: Any) -> SchedulerOutput:
-        preempted.extend((scheduled := plan(*given, **options)).preempted)
-        return scheduled
-
-    monkeypatch.setattr(engine.scheduler, "plan", note)
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    for one, answer in zip(asked, run(engine, asked), strict=True):
+    config = options(hidden_state_layers=LAYERS, max_model_len=64, prefix_cache=prefix_cache)
+    memory = bytes_for(30, target, tiny_drafter, config)
+    asked = requests(prompts, speculation=at_depth(3))
+    answers = run_preempted(Engine(target, tiny_drafter, config=replace(config, memory=memory)), asked)
+    for one, answer in zip(asked, answers, strict=True):
         assert_states(target, one, answer)
-    assert preempted, "blocks were short enough for a preemption"
 
 
-def test_states_take_their_part_of_the_memory(target: Target) -> None:
+def test_states_are_part_of_the_memory_budget(target: Target) -> None:
     without, beside = (Engine(target, config=options(hidden_state_layers=kept)).budget for kept in (None, LAYERS))
     more = options().block_size * len(LAYERS) * tiny.HIDDEN * 4
     assert beside.bytes_per_block == without.bytes_per_block + more

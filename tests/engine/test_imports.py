@@ -1,4 +1,4 @@
-"""The files of the engine import each other in one direction, imports for type checkers included."""
+"""Files of the engine import each other in one direction, including imports for type checkers."""
 
 import ast
 from graphlib import TopologicalSorter

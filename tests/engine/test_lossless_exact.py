@@ -1,7 +1,7 @@
-"""Speculation leaves the output distribution as it is: proved by enumeration, not by sampling.
+"""Speculative decoding keeps the output distribution: proved by enumeration, not by sampling.
 
-Chance is replayed through every turn it can take, with its exact probability, so the law of whole sequences is
-computed to rounding. Every broken rule that the field has shipped must show up here as another law.
+Random draws are replayed through every outcome with its exact probability, so the law of whole sequences is computed up
+to rounding. Every incorrect rule that has been published or shipped must change the law here.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,11 @@ from engine.scripted import (
     exact_law,
     random_table,
 )
-from eyas.sampling import Sampling, one_hot, probabilities
+from eyas.sampling import Sampling
 from oracle import reference, rejection
 from oracle.reference import Chain, Node, Tree, decode_plainly, decode_speculatively
 from oracle.rejection import Candidate, Draws, residual, try_candidates
+from oracle.shaping import one_hot, probabilities
 
 PROMPT = (0, 1)
 EXACT, CAUGHT = 1e-9, 1e-3
@@ -72,10 +73,24 @@ def speculative_law(
     )
 
 
+def accepted_law(
+    target: ScriptedTarget, drafter: ScriptedDrafter, shape: Chain, sampling: Sampling, length: int
+) -> dict[tuple[int, ...], float]:
+    """The law of how many drafts each round accepts."""
+    return exact_law(
+        lambda draws: tuple(
+            round_.accepted
+            for round_ in decode_speculatively(
+                target, drafter, PROMPT, shape=shape, draws=draws, max_new_tokens=length, sampling=sampling
+            ).rounds
+        )
+    )
+
+
 def one_round_law(
     target: ScriptedTarget, drafter: ScriptedDrafter, shape: Chain | Tree, sampling: Sampling, length: int
 ) -> Law:
-    """One round of speculation, the rest plainly: what a large tree can afford."""
+    """One round of speculation, then plain decoding: what is affordable for a large tree."""
 
     def run(draws: Draws) -> tuple[int, ...]:
         ids = list(PROMPT)
@@ -95,7 +110,7 @@ def pair(seed: int, vocab: int = 3) -> tuple[ScriptedTarget, ScriptedDrafter]:
 
 
 def caught(shape: Chain | Tree, sampling: Sampling, length: int = 2) -> float:
-    """How far the law is from the plain one, over a few pairs of models, under whatever rule is patched in."""
+    """Deviation from the plain law over a few pairs of models, under whatever rule is patched in."""
     deviations = []
     for seed in range(3):
         target, drafter = pair(seed)
@@ -166,7 +181,7 @@ def test_whole_runs_of_a_drawn_tree_leave_the_law_as_it_is() -> None:
 
 
 def test_which_drawn_nodes_grow_may_depend_on_every_token_drawn_before() -> None:
-    # Of the four nodes of depth 2 the two most confident grow, before any of their children is drawn.
+    # Of the four nodes of depth 2 the two most confident ones grow, before any of their children is drawn.
     target, drafter = pair(51, vocab=2)
     shape = Tree(depth=3, width=2, budget=10, probabilistic=True)
     law = one_round_law(target, drafter, shape, Sampling(temperature=1.0), 4)
@@ -178,21 +193,8 @@ def test_drafts_outside_the_support_of_p_leave_the_law_as_it_is(drawn: bool) -> 
     target = ScriptedTarget(random_table(4, 0))
     drafter = ScriptedDrafter(-4 * target.table)  # prefers what top-k forbids; drafts are shaped by its own top-k
     sampling = Sampling(temperature=1.0, top_k=2)
-    rejected = exact_law(
-        lambda draws: tuple(
-            r.accepted
-            for r in decode_speculatively(
-                target,
-                drafter,
-                PROMPT,
-                shape=Chain(depth=1, probabilistic=drawn),
-                draws=draws,
-                max_new_tokens=2,
-                sampling=sampling,
-            ).rounds
-        )
-    )
-    assert rejected.keys() == {(0,)}, "each draft was outside"
+    shape = Chain(depth=1, probabilistic=drawn)
+    assert accepted_law(target, drafter, shape, sampling, 2).keys() == {(0,)}, "each draft was outside"
     for shape in (Chain(depth=2, probabilistic=drawn), Tree(depth=1, width=3, budget=3, probabilistic=drawn)):
         law = speculative_law(target, drafter, shape, sampling, 2)
         assert deviation(law, plain_law(target, sampling, 2)) < EXACT
@@ -223,28 +225,12 @@ def test_stop_ids_end_every_sequence_as_in_plain_decoding(shape: Chain | Tree) -
 @each(("drawn", "temperature"), [(True, 1.0), (True, 0.0), (False, 0.0)])
 def test_a_drafter_that_is_the_target_is_always_accepted(drawn: bool, temperature: float) -> None:
     target, stranger = pair(81)
-
-    def accepted(drafter: ScriptedDrafter) -> dict[tuple[int, ...], float]:
-        return exact_law(
-            lambda draws: tuple(
-                r.accepted
-                for r in decode_speculatively(
-                    target,
-                    drafter,
-                    PROMPT,
-                    shape=Chain(depth=2, probabilistic=drawn),
-                    draws=draws,
-                    max_new_tokens=3,
-                    sampling=Sampling(temperature=temperature),
-                ).rounds
-            )
-        )
-
-    assert accepted(ScriptedDrafter(target.table)).keys() == {(2,)}
-    assert accepted(stranger).keys() != {(2,)}, "and another one is not"
+    shape, sampling = Chain(depth=2, probabilistic=drawn), Sampling(temperature=temperature)
+    assert accepted_law(target, ScriptedDrafter(target.table), shape, sampling, 3).keys() == {(2,)}
+    assert accepted_law(target, stranger, shape, sampling, 3).keys() != {(2,)}, "another drafter is not"
 
 
-# What must be caught ------------------------------------------------------------------------------------------
+# Incorrect rules must be caught -------------------------------------------------------------------------------
 
 
 def test_accepting_whatever_is_possible_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +286,7 @@ def test_top_p_after_acceptance_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def drop_drafts(patch: pytest.MonkeyPatch, dropped: Callable[[Sequence[int], Node], bool]) -> None:
-    """After drafting, withdraw the nodes of depth 1 for which this holds, given the text and the node."""
+    """After drafting, drop the nodes of depth 1 for which this holds, given the text and the node."""
     draft = reference.draft
 
     def and_drop(drafter, ids, *arguments):  # type: ignore[no-untyped-def]
@@ -319,14 +305,14 @@ def test_submitting_a_drawn_token_by_looking_at_it_is_caught(monkeypatch: pytest
     target, drafter = ScriptedTarget(constant_table(0.7, 0.3)), ScriptedDrafter(constant_table(0.5, 0.5))
     sampling, shape = Sampling(temperature=1.0), Chain(depth=1, probabilistic=True)
     with monkeypatch.context() as patch:
-        # Decided by the text before the token: as lossless as before.
+        # Decided by the text before the token: still lossless.
         drop_drafts(patch, lambda ids, child: ids[-1] == 0)
         assert second_token(speculative_law(target, drafter, shape, sampling, 2)) == pytest.approx(
             [0.7, 0.3], abs=EXACT
         )
     drop_drafts(monkeypatch, lambda ids, child: child.candidate.token == 1)
     assert second_token(speculative_law(target, drafter, shape, sampling, 2)) == pytest.approx([0.85, 0.15], abs=EXACT)
-    # A greedy draft is not random: looking at it gives nothing away.
+    # A greedy draft is not random, so looking at it reveals nothing.
     greedy = speculative_law(target, drafter, Chain(depth=1), sampling, 2)
     assert second_token(greedy) == pytest.approx([0.7, 0.3], abs=EXACT)
 

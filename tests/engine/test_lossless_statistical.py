@@ -1,4 +1,4 @@
-"""The decoder with its own chance draws pairs of tokens as plain decoding would: chi-square, fixed seeds."""
+"""The reference decoder with its own random draws yields pairs of tokens as plain decoding does: chi-square tests."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from each import each
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
-from eyas.sampling import Sampling, probabilities
+from eyas.sampling import Sampling
 from oracle import reference
 from oracle.reference import Chain, Tree, decode_speculatively
 from oracle.rejection import Candidate, Draws, SeededDraws
+from oracle.shaping import probabilities
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def models() -> tuple[ScriptedTarget, ScriptedDrafter]:
 
 
 def p_value(shape: Chain | Tree, sampling: Sampling) -> float:
-    """How likely counts as far from plain decoding's law as these would be, if the law were the same."""
+    """Probability of counts at least as far from plain decoding's law, if the law is the same."""
     target, drafter = models()
     p_VV = probabilities(target.table[0], sampling)
     counts_VV = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
@@ -53,7 +54,7 @@ def p_value(shape: Chain | Tree, sampling: Sampling) -> float:
     assert counts_VV.sum() == SEQUENCES * LENGTH
     assert counts_VV[p_VV == 0].sum() == 0, "a token that shaping excluded came out"
     expected_VV = counts_VV.sum(dim=-1, keepdim=True) * p_VV
-    # Cells too rare for the chi-square approximation are left out, with the freedom they had.
+    # Cells too rare for the chi-square approximation are left out, with their degrees of freedom.
     used_VV = expected_VV >= 5
     statistic = ((counts_VV - expected_VV)[used_VV].square() / expected_VV[used_VV]).sum()
     freedom = int((used_VV.sum(dim=-1) - 1).clamp(min=0).sum())

@@ -1,6 +1,4 @@
-"""What a process takes: blocks that hold nothing cost nothing, and a quantised target keeps its size."""
-
-from __future__ import annotations
+"""Memory of a process: unused blocks cost nothing, a quantised target stays small, and shares of a GPU are kept."""
 
 import json
 import subprocess
@@ -10,14 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from each import each
+from eyas.engine.config import EngineConfig, _memory_of_share, plan_budget
 from eyas.engine.kv_cache.cache import KVCache
+from eyas.errors import UserError
 from eyas.kernels.linear.weight_memory import ALIGNMENT, REGION, laid_apart
+from eyas.plan.footprint import CUDA_RUNTIME
+from eyas.plan.memory import Footprint
+from eyas.target.model import Target
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 LAYERS, HEADS, HEAD_DIM, BLOCK = 30, 3, 64, 16
 MIB = 2**20
 MOST_BESIDE_TORCH = 380
-"""MiB of a server of the default target beside Python and torch; 300 were measured, 134 of them other libraries'."""
+"""MiB of a server of the default target besides Python and torch; 300 were measured, 134 of them other libraries'."""
 
 pytestmark = pytest.mark.skipif(not ROLLUP.exists(), reason="reads Linux' count of resident memory")
 
@@ -52,12 +56,12 @@ def test_only_blocks_that_are_written_take_memory() -> None:
         cache.write(layer, torch.arange(BLOCK, 2 * BLOCK), new, new)
     for layer in range(LAYERS):
         cache.write(layer, 1000 * BLOCK + torch.arange(BLOCK), new, new)
-    # Two blocks; in huge pages, the second of them would take 2 MiB in every head of every layer.
+    # Two blocks; with huge pages, the second one would take 2 MiB per head and layer.
     two = 2 * 2 * LAYERS * HEADS * HEAD_DIM * BLOCK * 4 / MIB
     assert resident() - before < 2 * two + 4
 
 
-def test_weights_lie_apart_and_one_behind_the_other() -> None:
+def test_weights_are_stored_apart_and_one_after_the_other() -> None:
     first, second = torch.arange(101, dtype=torch.uint8), torch.full((3, 5), 7, dtype=torch.uint8)
     kept = [laid_apart(one) for one in (first, second)]
     assert torch.equal(kept[0], first)
@@ -83,3 +87,44 @@ def test_a_server_of_the_default_target_stays_small() -> None:
     if measured["quantization"] == "none":
         pytest.skip("no integer products here: the weights are widened")
     assert measured["beside_torch"] < MOST_BESIDE_TORCH
+
+
+GIB = 2**30
+FOOTPRINT = Footprint(weights=8 * GIB, drafter=0, token=1, drafter_token=0, working=GIB, recorded=GIB)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 40 GiB that holds the weights and 4 GiB of another process."""
+    free = 28 * GIB - CUDA_RUNTIME
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
+
+
+@pytest.mark.usefixtures("card")
+def test_blocks_get_what_weights_and_passes_leave_of_the_share() -> None:
+    assert _memory_of_share(0.5, torch.device("cuda"), FOOTPRINT) == 20 * GIB - 8 * GIB - 2 * GIB - CUDA_RUNTIME
+
+
+@pytest.mark.usefixtures("card")
+def test_a_share_that_is_not_free_or_holds_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match=r"0\.95 is 38\.00 GiB of the GPU's 40\.00 GiB.*lower it"):
+        _memory_of_share(0.95, torch.device("cuda"), FOOTPRINT)
+    with pytest.raises(UserError, match=r"0\.2 is 8\.00 GiB.*raise it"):
+        _memory_of_share(0.2, torch.device("cuda"), FOOTPRINT)
+
+
+def test_a_share_of_a_cpu_is_refused(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="runs on cpu"):
+        plan_budget(tiny_target, None, EngineConfig(gpu_memory_utilization=0.5), 64)
+
+
+@each("share", [0.0, -1.0, 1.01, float("nan")])
+def test_shares_outside_0_to_1_are_refused(share: float) -> None:
+    with pytest.raises(UserError, match="gpu_memory_utilization"):
+        EngineConfig(gpu_memory_utilization=share)
+
+
+def test_two_limits_of_memory_are_refused() -> None:
+    with pytest.raises(UserError, match="give one of them"):
+        EngineConfig(gpu_memory_utilization=0.5, memory=1)

@@ -1,7 +1,7 @@
-"""The prefix cache knows no modes: a request finds there what it would find if nobody had ever drafted.
+"""Prefix cache hits do not depend on how requests draft: a request finds what it would find without speculation.
 
-What the drafter lacks of that is read again for it, when it is to draft and never before, and the target's part of a
-block stays as it is, to the last bit.
+Entries that the drafter lacks are read again when it is to draft, never earlier, and the target's entries stay bitwise
+the same.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from each import each
+from engine.common import AUTO, OFF, at_depth, options, request, run, tokens_of
 from engine.late_queue import LateQueue
 from engine.round_engines import round_engine
-from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request, Speculation
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from eyas.kernels.attention.metadata import AttentionMetadata
     from eyas.target.model import Target
 
-MODES = {"off": OFF, "auto": Speculation(), "fixed": at_depth(3), "suffix": Speculation(method="suffix")}
+MODES = {"off": OFF, "auto": AUTO, "fixed": at_depth(3), "suffix": Speculation(method="suffix")}
 SIZE = 4
 """Tokens of a block."""
 TEXT = tuple(language(1, 80, torch.Generator().manual_seed(4))[0].tolist())
@@ -59,7 +59,7 @@ def answered(engine: Engine, prompt: Tokens, mode: str, *, new: int, salt: str |
 def talked(
     engine: Engine, orders: list[tuple[str, ...]], turns: list[int], *, new: int
 ) -> list[tuple[list[int], Tokens]]:
-    """What each conversation found in the cache, turn by turn, and its text; each has a cache of its own."""
+    """Prefix cache hits of each conversation, turn by turn, and its text. Each has a cache salt of its own."""
     found: list[list[int]] = [[] for _ in orders]
     texts: list[Tokens] = [() for _ in orders]
     for turn, count in enumerate(turns):
@@ -76,7 +76,7 @@ def talked(
     return list(zip(found, texts, strict=True))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@each("late", [False, True])
 def test_as_much_is_found_as_without_speculation_in_every_order_of_modes(
     target: Target, tiny_drafter: Drafter, late: bool
 ) -> None:
@@ -87,7 +87,7 @@ def test_as_much_is_found_as_without_speculation_in_every_order_of_modes(
         cases = [(pairs, [length, extra]) for length in lengths for extra in (0, 5)]
         for orders, turns in [*cases, (triples[new == 9 :: 2], [6, 7, 8] if late else [17, 0, 3])]:
             (expected,) = talked(without, [("off",) * len(turns)], turns, new=new)
-            for first in range(0, len(orders), 16):  # all of which have room at once
+            for first in range(0, len(orders), 16):  # as many as run at once
                 some = orders[first : first + 16]
                 for order, found in zip(some, talked(engine, some, turns, new=new), strict=True):
                     assert found == expected, (order, turns, new)
@@ -106,7 +106,7 @@ def test_as_much_is_found_after_the_drafter_was_swapped(target: Target, tiny_dra
 
 
 def drafted(engine: Engine, prompt: Tokens) -> int:
-    """How many of its tokens a request would find that the drafter has read, too."""
+    """How many cached tokens of a prompt the drafter has read, too."""
     blocks = engine.block_manager.match(prompt)
     assert blocks is not None
     engine.block_manager.release(blocks)
@@ -114,7 +114,7 @@ def drafted(engine: Engine, prompt: Tokens) -> int:
 
 
 def read_tokens(engine: Engine) -> list[int]:
-    """From now on, how many tokens of prompts every pass reads, again or not."""
+    """Collects how many prompt tokens every pass reads, again or not."""
     counts: list[int] = []
     begin_read = engine.core.runner.begin_read
 
@@ -126,8 +126,8 @@ def read_tokens(engine: Engine) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_a_long_answer_behind_what_the_drafter_lacks_is_drafted_for_and_only_then_is_that_read_again(
+@each("late", [False, True])
+def test_what_the_drafter_lacks_is_read_again_only_when_it_is_to_draft(
     target: Target, tiny_drafter: Drafter, late: bool
 ) -> None:
     prompt = TEXT[:42]
@@ -139,7 +139,7 @@ def test_a_long_answer_behind_what_the_drafter_lacks_is_drafted_for_and_only_the
     for mode in MODES:
         assert answered(engine, prompt, mode, new=1).tokens == fresh.tokens[:1]
     answered(engine, prompt, "off", new=9)
-    assert counts == [2] * 5, "answers of one token and those without drafts read what is not cached, once"
+    assert counts == [2] * 5, "answers of one token and plain ones read only what is not cached"
     assert drafted(engine, prompt) == 0
     counts.clear()
     blocks = engine.block_manager.match(prompt)
@@ -156,16 +156,16 @@ def test_a_long_answer_behind_what_the_drafter_lacks_is_drafted_for_and_only_the
     assert answer.stats.acceptance_length == pytest.approx(fresh.stats.acceptance_length, rel=0.1)
     assert counts[0] == 2
     assert sum(counts[1:]) in range(43, 43 + 8), "all that the drafter lacked, once"
-    assert {place // SIZE for place in written}.isdisjoint(blocks), "others read these"
+    assert {place // SIZE for place in written}.isdisjoint(blocks), "others read these blocks"
     engine.block_manager.release(blocks)
     assert drafted(engine, prompt) == 40
     counts.clear()
     assert answered(engine, prompt, "fixed", new=40).stats.accepted >= answer.stats.accepted
-    assert counts == [2], "others find it read"
+    assert counts == [2], "later requests find it in the cache"
 
 
 def answer_of(engine: Engine, asked: Request) -> RequestOutput:
-    """An answer, while somebody else owns blocks."""
+    """An answer, while the test itself owns blocks."""
     pieces, key = [], engine.submit(asked)
     stats = engine.stats_of(key)
     while engine.busy:
@@ -182,16 +182,16 @@ def test_a_gap_no_longer_than_the_rest_of_a_prompt_is_read_with_it(target: Targe
     answered(engine, TEXT[24:36], "off", new=1)
     counts.clear()
     answered(engine, TEXT[24:48], "fixed", new=1)
-    assert counts == [12], "nothing will be drafted, so nothing is read again"
+    assert counts == [12], "one token is not drafted for, so nothing is read again"
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_answers_stay_right_whoever_shares_lags_reads_again_loses_blocks_or_leaves(
+@each("late", [False, True])
+def test_answers_stay_right_whatever_requests_share_lag_read_again_or_lose(
     target: Target, tiny_drafter: Drafter, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every mode, greedy and sampled, on few blocks: requests that share a prompt lag at the same time."""
+    """Every mode, greedy and sampled, with few blocks: requests that share a prompt lag at the same time."""
     chance = Sampling(temperature=0.8)
-    requests = [
+    asked = [
         request(
             TEXT[i // 7 :][: 33 - 4 * (i % 2)] + TEXT[60 : 60 + i % 5],
             speculation=MODES[mode],
@@ -201,8 +201,7 @@ def test_answers_stay_right_whoever_shares_lags_reads_again_loses_blocks_or_leav
         )
         for i, mode in enumerate(["off", "auto", "off", "fixed", "auto", "suffix", "fixed"] * 4)
     ]
-    plainly = [replace(one, speculation=OFF) for one in requests]
-    expected = [answer.tokens for answer in run(made(target, None, suffix=False), plainly)]
+    expected = tokens_of(run(made(target, None, suffix=False), [replace(one, speculation=OFF) for one in asked]))
     config = options(max_num_seqs=6, max_num_batched_tokens=20, memory=2**18, suffix=SuffixConfig())
     engine = (
         round_engine(target, tiny_drafter, config, LateQueue(seed=2, haste=0.3))
@@ -217,7 +216,7 @@ def test_answers_stay_right_whoever_shares_lags_reads_again_loses_blocks_or_leav
 
     monkeypatch.setattr(engine.controller, "choose", moody)
     lagged = read_again = preempted = 0
-    keys = {engine.submit(one): tokens for one, tokens in zip(requests, expected, strict=True)}
+    keys = {engine.submit(one): tokens for one, tokens in zip(asked, expected, strict=True)}
     gone = {key for key in keys if key % 9 == 4}
     said: dict[int, list[int]] = {key: [] for key in keys}
     while engine.busy:

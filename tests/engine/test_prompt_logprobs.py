@@ -1,12 +1,13 @@
-"""Logprobs of prompts are the model's own, however the prompt is read: in chunks, beside others, past the cache."""
+"""Logprobs of prompts are the model's own, however prompts are read: in chunks, in batches, past the prefix cache."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from each import each
+from engine.common import Prompts, at_depth, options, request, requests, run, tokens_of
 from engine.round_engines import round_engine
-from engine.test_engine import at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
@@ -15,7 +16,7 @@ from eyas.target.model import Target
 
 
 def own_logprobs(target: Target, prompt: tuple[int, ...]) -> torch.Tensor:
-    """By the model of transformers, over the whole prompt at once [T - 1, V]."""
+    """Logprobs [T - 1, V] by transformers, over the whole prompt at once."""
     with torch.no_grad():
         return target.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(dim=-1)
 
@@ -33,16 +34,10 @@ def assert_own(target: Target, prompt: tuple[int, ...], output: RequestOutput, a
         assert (entry.rank == 1) == (entry.token == entry.top[0][0])
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"max_num_batched_tokens": 9}, {"block_size": 64}, {"max_num_seqs": 1}], ids=str
-)
-@pytest.mark.parametrize("captured", [False, True])
+@each("changes", [{}, {"max_num_batched_tokens": 9}, {"block_size": 64}, {"max_num_seqs": 1}])
+@each("captured", [False, True])
 def test_prompts_among_others(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    changes: dict[str, Any],
-    captured: bool,
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, changes: dict[str, Any], captured: bool
 ) -> None:
     asked = [
         request(prompt, speculation=at_depth(3), max_new_tokens=6, prompt_logprobs=2 if number % 2 else None)
@@ -50,10 +45,8 @@ def test_prompts_among_others(
     ]
     build = round_engine if captured else lambda *given: Engine(*given[:2], config=given[2])
     outputs = run(build(target, tiny_drafter, options(**changes)), asked)
-    plain = run(
-        Engine(target, tiny_drafter, config=options()), [request(one.prompt, max_new_tokens=6) for one in asked]
-    )
-    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+    plain = run(Engine(target, tiny_drafter, config=options()), requests([x.prompt for x in asked], max_new_tokens=6))
+    assert tokens_of(outputs) == tokens_of(plain)
     for one, output in zip(asked, outputs, strict=True):
         if one.prompt_logprobs is None:
             assert output.prompt_logprobs is None
@@ -61,7 +54,7 @@ def test_prompts_among_others(
             assert_own(target, one.prompt, output, 2)
 
 
-def test_the_prefix_cache_is_passed_by(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_prefix_cache_hits_are_skipped(target: Target, prompts: Prompts) -> None:
     engine, long = Engine(target, config=options()), prompts[-1]
     run(engine, [request(long)])
     asked = [request(long, prompt_logprobs=1), request(long)]
@@ -72,7 +65,7 @@ def test_the_prefix_cache_is_passed_by(target: Target, prompts: list[tuple[int, 
 
 
 def test_a_step_computes_few_logits_of_prompts(
-    target: Target, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eyas.engine.engine.MOST_PROMPT_LOGITS", 5 * target.facts.vocab_size)
     monkeypatch.setattr("eyas.engine.runner.round_passes.LOGITS_AT_ONCE", 2)
@@ -85,17 +78,15 @@ def test_a_step_computes_few_logits_of_prompts(
         return run_pass(ids_N, metadata, keep_M, *rest)
 
     monkeypatch.setattr(engine.model_runner, "run", counted)
-    asked = [request(prompt, prompt_logprobs=1, max_new_tokens=2) for prompt in prompts[-3:]]
+    asked = requests(prompts[-3:], prompt_logprobs=1, max_new_tokens=2)
     for one, output in zip(asked, run(engine, asked), strict=True):
         assert_own(target, one.prompt, output, 1)
     assert most <= 5 + len(asked)
 
 
-def test_preempted_prompts_are_read_again(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
+def test_preempted_prompts_are_read_again(target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
     engine, steps, caught = Engine(target, tiny_drafter, config=options(max_num_batched_tokens=9)), 0, 0
-    asked = {engine.submit(one): one for one in (request(prompt, prompt_logprobs=1) for prompt in prompts)}
+    asked = {engine.submit(one): one for one in requests(prompts, prompt_logprobs=1)}
     told: dict[int, Any] = {}
     while engine.busy:
         for piece in engine.step():
@@ -104,7 +95,7 @@ def test_preempted_prompts_are_read_again(
                 told[piece.key] = piece.prompt_logprobs
             assert piece.finished in (None, FinishReason.LENGTH)
         steps += 1
-        if steps % 4 == 0 and steps < 40:  # all lose their blocks, some of them amid their prompts
+        if steps % 4 == 0 and steps < 40:  # all lose their blocks, some of them within their prompts
             caught += any(seq.lacks_prompt_logprobs and seq.prompt_logprobs for seq in engine.scheduler.running)
             engine.swap_drafter(tiny_drafter)
         engine.scheduler.check()

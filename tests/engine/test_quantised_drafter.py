@@ -1,4 +1,4 @@
-"""A drafter in 8 bits on disk runs in 8 bits, and drafts as the one it was made of does, or nearly."""
+"""A drafter stored in 8 bits runs in 8 bits, and drafts almost as the one it was made from."""
 
 import logging
 from copy import deepcopy
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from each import each
+from engine.common import OFF, Prompts, at_depth, requests, tokens_of
 from eyas import loading
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
 from eyas.drafter.model import Drafter
@@ -17,7 +18,6 @@ from eyas.drafter.quantise import quantised
 from eyas.drafter.quantised_linears import KINDS, linear_names
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.draft_passes import DraftPasses
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.kernels.linear.packed_linear import PackedLinear
@@ -25,7 +25,6 @@ from eyas.kernels.linear.quantised_linear import QuantisedLinear, as_blocks, loa
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int4, quantise_int8
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.loading import load_drafter_for
-from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
 
@@ -43,19 +42,18 @@ def needs_kernel() -> None:
         pytest.skip(f"no integer products here: {words}")
 
 
-def accepted(target: Target, drafter: Drafter | None, prompts: list[tuple[int, ...]]) -> tuple[list[list[int]], float]:
-    """Answers, and tokens of a round."""
-    speculation = Speculation(mode="off") if drafter is None else Speculation(mode="fixed", depth=3)
+def accepted(target: Target, drafter: Drafter | None, prompts: Prompts) -> tuple[Prompts, float]:
+    """Answers, and mean tokens per round."""
+    speculation = OFF if drafter is None else at_depth(3)
     engine = Engine(target, drafter, config=EngineConfig(max_num_seqs=7, max_model_len=128))
-    asked = [Request(prompt=x, sampling=Sampling(), max_new_tokens=24, speculation=speculation) for x in prompts]
-    outputs = engine.generate(asked)
+    outputs = engine.generate(requests(prompts, max_new_tokens=24, speculation=speculation))
     rounds = sum(one.stats.drafts for one in outputs)
     hits = sum(one.stats.accepted for one in outputs)
-    return [list(one.tokens) for one in outputs], 1 + hits / max(rounds, 1)
+    return tokens_of(outputs), 1 + hits / max(rounds, 1)
 
 
-def test_a_processor_multiplies_it_as_integers_beside_any_target(
-    target: Target, stored: Path, prompts: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+def test_a_cpu_multiplies_it_as_integers_beside_any_target(
+    target: Target, stored: Path, prompts: Prompts, caplog: pytest.LogCaptureFixture
 ) -> None:
     needs_kernel()
     with caplog.at_level(logging.INFO):
@@ -64,10 +62,10 @@ def test_a_processor_multiplies_it_as_integers_beside_any_target(
     assert drafter.quantization == "int8"
     for name in linear_names(drafter.config):
         assert isinstance(drafter.get_submodule(name), QuantisedLinear), name
-    assert isinstance(drafter.lm_head, PackedLinear | nn.Linear), "the head is left alone"
+    assert isinstance(drafter.lm_head, PackedLinear | nn.Linear), "the head is not quantised"
     assert type(fused_drafter(drafter)) is not DraftPasses
     beside = load_drafter_for(replace(target, quantization="int8"), str(stored))
-    assert isinstance(beside.lm_head, QuantisedLinear), "as every drafter's beside a quantised target"
+    assert isinstance(beside.lm_head, QuantisedLinear), "like every drafter's beside a quantised target"
     dense = load_drafter(str(stored)).share_target(*target.tables())
     said, _ = accepted(target, None, prompts[:7])
     drafted, length = accepted(target, drafter, prompts[:7])
@@ -77,7 +75,7 @@ def test_a_processor_multiplies_it_as_integers_beside_any_target(
     assert length == pytest.approx(exact, rel=0.1)
 
 
-def test_what_cannot_be_multiplied_is_dequantised_and_that_is_said(
+def test_weights_that_cannot_be_multiplied_are_dequantised_with_a_log_line(
     target: Target, stored: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "load_quantised", lambda **_: (None, "no compiler"))
@@ -93,9 +91,9 @@ def test_what_cannot_be_multiplied_is_dequantised_and_that_is_said(
 
 
 def test_a_gpu_multiplies_it_as_it_is(
-    target: Target, stored: Path, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target, stored: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its products are those of torch on a processor."""
+    """With torch's products on a CPU."""
     monkeypatch.setattr(
         loading, "_multiply_integers", lambda model, linears, _: loading._multiply_on_gpu(model, linears)
     )
@@ -111,7 +109,7 @@ def test_a_gpu_multiplies_it_as_it_is(
 
 
 @each("inputs", [32, 192, 100])
-def test_published_integers_stay_what_they_are(inputs: int) -> None:
+def test_published_integers_are_kept(inputs: int) -> None:
     weight = quantise_int8(torch.randn(24, inputs) * torch.logspace(-2, 1, 24)[:, None])
     blocks = as_blocks(weight)
     assert torch.equal(blocks.q_NK, weight.q_EK)
@@ -123,7 +121,7 @@ def test_published_integers_stay_what_they_are(inputs: int) -> None:
     torch.testing.assert_close(as_blocks(groups).weight(), groups.dequantised(), rtol=2**-10, atol=0)
 
 
-def test_others_are_rounded_to_blocks() -> None:
+def test_other_weights_are_rounded_to_blocks() -> None:
     weight_EK = torch.randn(24, 256)
     tiny = quantise_int8(weight_EK * 1e-5)  # scales that 16 bits do not hold
     for weight in (quantise_float8(weight_EK), quantise_int4(weight_EK), tiny):

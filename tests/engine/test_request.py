@@ -1,4 +1,4 @@
-"""Requests refuse what cannot be meant, and a live one knows where it stands."""
+"""Invalid requests are refused, and a live request knows its state."""
 
 import subprocess
 import sys
@@ -58,30 +58,23 @@ def test_a_request_takes_every_value_up_to_its_limits() -> None:
         ({"mode": "fast"}, "'fast' is unknown"),
     ],
 )
-def test_only_fixed_speculation_has_a_depth(fields: dict[str, Any], message: str) -> None:
+def test_only_fixed_speculation_takes_a_depth(fields: dict[str, Any], message: str) -> None:
     assert Speculation(mode="fixed", depth=0).depth == 0
     with pytest.raises(UserError, match=message):
         Speculation(**fields)
 
 
-def test_a_live_request_begins_with_its_prompt_unread() -> None:
+def test_a_live_request_knows_its_state() -> None:
     seq = SequenceState(key=7, arrival=0, request=request())
     assert (seq.tokens, seq.pending, seq.new_tokens, seq.prompt_length, seq.limit) == ([1, 2, 3], 3, 0, 3, 8)
     assert seq.finished is None
     assert seq.speculates
     assert not SequenceState(key=8, arrival=1, request=request(speculation=Speculation(mode="off"))).speculates
-
-
-def test_a_live_request_counts_what_it_chose_and_what_is_pending() -> None:
-    seq = SequenceState(key=7, arrival=0, request=request())
     seq.tokens += [4, 5]
     seq.target_length = 4
     assert (seq.new_tokens, seq.pending, seq.prompt_length, seq.limit) == (2, 1, 3, 8)
     assert seq.request.prompt == (1, 2, 3)
-
-
-def test_two_live_requests_are_never_equal() -> None:
-    assert SequenceState(key=7, arrival=0, request=request()) != SequenceState(key=7, arrival=0, request=request())
+    assert seq != SequenceState(key=7, arrival=0, request=seq.request), "compared by identity"
 
 
 def test_finish_reasons_are_their_names_on_the_wire() -> None:

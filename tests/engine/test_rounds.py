@@ -1,4 +1,4 @@
-"""Rounds on the device give what ordinary steps give, with a step in flight and a device that finishes late."""
+"""Rounds with a step in flight on a late device give what steps give that land at once."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,20 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from engine.late_queue import LateQueue
-from engine.round_engines import (
-    graphs_of,
-    live_through,
-    make_moody,
-    round_engine,
+from each import each
+from engine.common import (
+    OFF,
+    SAMPLINGS,
+    Build,
+    Prompts,
+    at_depth,
+    bytes_for,
+    depths_of,
+    options,
+    request,
+    requests,
+    run,
+    run_preempted,
+    tokens_of,
 )
-from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
+from engine.late_queue import LateQueue
+from engine.round_engines import graphs_of, live_through, make_moody, round_engine
 from engine.test_grammar import SHORT, guidance, letters  # noqa: F401  fixtures are used by name
 from engine.test_grammar import requests as grammar_requests
 from engine.test_swap import run_with_swaps
 from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
+from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import round_runner
 from eyas.engine.runner.device_queue import DeviceQueue, ImmediateQueue, RoundDevice
@@ -40,12 +51,12 @@ QUEUES: dict[str, Callable[[], DeviceQueue]] = {
     "late": LateQueue,
     "by chance": lambda: LateQueue(seed=1, haste=0.4),
 }
-"""Devices by how late they finish."""
+"""Devices, by how late they finish."""
 
 
 @pytest.fixture(params=[*QUEUES, "synchronous", "exact, by chance"])
-def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    """How engines are made: by device. They are compared with engines whose steps are exact and land at once."""
+def build(request: pytest.FixtureRequest) -> Build:
+    """Makes engines of one device; they are compared with engines whose steps are exact and land at once."""
 
     def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
         if request.param == "synchronous":
@@ -57,49 +68,45 @@ def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     return made
 
 
-def tokens_of(answers: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [answer.tokens for answer in answers]
+def assert_drafts_alike(
+    build: Build, target: Target, drafter: Drafter, asked: Sequence[Request], **changes: Any
+) -> list[RequestOutput]:
+    """Answers and drafts are those of steps that land at once."""
+    ours = run(build(target, drafter, **changes), asked)
+    theirs = run(Engine(target, drafter, config=options(**changes)), asked)
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert depths_of(ours) == depths_of(theirs)
+    return ours
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [0, 1, 3, 5])
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@each("depth", [0, 1, 3, 5])
+@each("rows", [1, 3, 8])
 def test_chains_of_every_depth(
-    build: Callable[..., Engine],
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    depth: int,
-    rows: int,
+    build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts, depth: int, rows: int
 ) -> None:
-    asked = [request(prompt, speculation=at_depth(depth) if depth else OFF) for prompt in prompts]
-    manner = {"max_num_seqs": rows, "max_num_batched_tokens": 256}
-    ours = run(build(target, tiny_drafter, **manner), asked)
-    theirs = run(Engine(target, tiny_drafter, config=options(**manner)), asked)
-    assert tokens_of(ours) == tokens_of(theirs)
-    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    asked = requests(prompts, speculation=at_depth(depth) if depth else OFF)
+    assert_drafts_alike(build, target, tiny_drafter, asked, max_num_seqs=rows, max_num_batched_tokens=256)
 
 
-@pytest.mark.parametrize(("chance", "accepted"), [(0.0, 0), (1.0, 3)])
-def test_a_coin_may_accept_instead_of_the_law(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], chance: float, accepted: int
+@each(("chance", "accepted"), [(0.0, 0), (1.0, 3)])
+def test_a_coin_may_decide_acceptance(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, chance: float, accepted: int
 ) -> None:
-    """Benchmarks measure so, at an acceptance of their choice."""
+    """Benchmarks measure at a given acceptance this way."""
     engine = round_engine(target, tiny_drafter, options(), chance=chance)
-    asked = [request(prompt, speculation=at_depth(3), max_new_tokens=13) for prompt in prompts[:3]]
+    asked = requests(prompts[:3], speculation=at_depth(3), max_new_tokens=13)
     for answer in run(engine, asked):
-        # The first token is the prompt's; then come rounds of drafts and one of the target's own.
+        # The first token follows the prompt; then come rounds of drafts and one token of the target.
         assert list(answer.depths) == [0, *([*range(1, accepted + 1), 0] * 12)][:13]
 
 
-def test_without_a_drafter(build: Callable[..., Engine], target: Target, prompts: list[tuple[int, ...]]) -> None:
-    asked = [request(prompt) for prompt in prompts]
+def test_without_a_drafter(build: Build, target: Target, prompts: Prompts) -> None:
+    asked = requests(prompts)
     assert tokens_of(run(build(target, None), asked)) == tokens_of(run(Engine(target, config=options()), asked))
 
 
-def test_texts_that_nobody_wants_are_not_made(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
+def test_unwanted_texts_are_not_made(build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
     asked = [request(prompt, speculation=at_depth(3), detokenize=bool(n % 2)) for n, prompt in enumerate(prompts)]
     ours = run(build(target, tiny_drafter), asked)
     theirs = run(Engine(target, tiny_drafter, config=options()), [replace(one, detokenize=True) for one in asked])
@@ -109,10 +116,8 @@ def test_texts_that_nobody_wants_are_not_made(
         request(prompts[0], stop_strings=("x",), detokenize=False)
 
 
-def test_what_needs_a_mask_needs_it_with_another_drafter_too(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
-    usual = run(Engine(target, config=options()), [request(prompt) for prompt in prompts[:3]])
+def test_masks_are_made_with_a_swapped_drafter_too(target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
+    usual = run(Engine(target, config=options()), requests(prompts[:3]))
     # Words that each answer would have after the swap: only a mask keeps them out.
     asked = [
         request(prompt, bad_words=(answer.tokens[6:8],), speculation=at_depth(2))
@@ -124,28 +129,26 @@ def test_what_needs_a_mask_needs_it_with_another_drafter_too(
     assert run_with_swaps(engine, asked, {2: random_drafter(drafter_config(), seed=5)}) == expected
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@each("sampling", SAMPLINGS)
 def test_every_sampling_among_greedy_ones(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, sampling: Any
 ) -> None:
     asked = [
         request(prompt, seed=seed, speculation=at_depth(3), **({"sampling": sampling} if seed % 3 else {}))
         for seed, prompt in enumerate(prompts)
     ]
-    manner = options(max_num_batched_tokens=256)
-    ours = run(round_engine(target, tiny_drafter, manner), asked)
-    theirs = run(Engine(target, tiny_drafter, config=manner), asked)
-    assert tokens_of(ours) == tokens_of(theirs)
-    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+
+    def late(target: Target, drafter: Drafter, **changes: Any) -> Engine:
+        return round_engine(target, drafter, options(**changes))
+
+    assert_drafts_alike(late, target, tiny_drafter, asked, max_num_batched_tokens=256)
 
 
 def test_logprobs_ends_and_shortest_lengths(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+    build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts
 ) -> None:
-    asked = [
-        request(prompt, speculation=at_depth(4), logprobs=2, stop_ids=frozenset({5, 9}), min_new_tokens=6)
-        for prompt in prompts
-    ]
+    stops = frozenset({5, 9})
+    asked = requests(prompts, speculation=at_depth(4), logprobs=2, stop_ids=stops, min_new_tokens=6)
     ours = run(build(target, tiny_drafter), asked)
     theirs = run(Engine(target, tiny_drafter, config=options()), asked)
     assert [(answer.tokens, answer.finished) for answer in ours] == [(a.tokens, a.finished) for a in theirs]
@@ -157,28 +160,20 @@ def test_logprobs_ends_and_shortest_lengths(
         assert [[t for t, _ in x.top] for x in a.logprobs] == [[t for t, _ in x.top] for x in b.logprobs]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"prefix_cache": False}, {"max_num_batched_tokens": 9}, {"block_size": 1}, {"block_size": 64}], ids=str
-)
+@each("changes", [{"prefix_cache": False}, {"max_num_batched_tokens": 9}, {"block_size": 1}, {"block_size": 64}])
 def test_chunks_blocks_and_prefixes(
-    build: Callable[..., Engine],
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    changes: dict[str, Any],
+    build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts, changes: dict[str, Any]
 ) -> None:
-    asked = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
+    asked = requests([*prompts, *prompts], speculation=at_depth(4))
     ours = run(build(target, tiny_drafter, **changes), asked)
     assert tokens_of(ours) == tokens_of(run(Engine(target, tiny_drafter, config=options(**changes)), asked))
 
 
-def test_prefixes_found_later_are_right(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
-    """What a request leaves in the prefix cache, the drafter's part included, serves the next one."""
+def test_prefixes_found_later_are_right(build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
+    """Cached prefixes that a request leaves, the drafter's entries included, serve the next one."""
     engine, asked = build(target, tiny_drafter, max_num_seqs=3, max_num_batched_tokens=256), prompts[3:6]
-    first = run(engine, [request(prompt, speculation=at_depth(4)) for prompt in asked])
-    # Enough behind them for what the drafter lacks to be read at once.
+    first = run(engine, requests(asked, speculation=at_depth(4)))
+    # The rest is long enough for what the drafter lacks to be read at once.
     longer = [
         request((*prompt, *answer.tokens, *prompts[2]), speculation=at_depth(4))
         for prompt, answer in zip(asked, first, strict=True)
@@ -187,35 +182,21 @@ def test_prefixes_found_later_are_right(
     assert all(answer.num_cached_tokens > len(prompt) for answer, prompt in zip(ours, asked, strict=True))
     theirs = run(Engine(target, tiny_drafter, config=options(prefix_cache=False, max_num_batched_tokens=256)), longer)
     assert tokens_of(ours) == tokens_of(theirs)
-    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    assert depths_of(ours) == depths_of(theirs)
 
 
-def test_preempted_requests(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
-    per_block = Engine(target, tiny_drafter, config=options()).budget.bytes_per_block
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    engine = build(target, tiny_drafter, max_model_len=64, memory=30 * per_block)
-    preempted = set[int]()
-    tokens: dict[int, list[int]] = {}
-    for one in asked:
-        engine.submit(one)
-    while engine.busy:
-        for piece in engine.step():
-            tokens.setdefault(piece.key, []).extend(piece.tokens)
-        preempted |= {seq.key for seq in engine.scheduler.running if seq.preemptions}
-        engine.scheduler.check()
-    assert preempted
+def test_preempted_requests(build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
+    asked = requests(prompts, speculation=at_depth(3))
+    engine = build(target, tiny_drafter, max_model_len=64, memory=bytes_for(30, target, tiny_drafter))
     theirs = run(Engine(target, tiny_drafter, config=options()), asked)
-    assert [tuple(tokens[key]) for key in range(len(asked))] == tokens_of(theirs)
+    assert tokens_of(run_preempted(engine, asked)) == tokens_of(theirs)
 
 
 def test_depths_that_change_and_requests_that_come_and_go(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+    build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts
 ) -> None:
-    """Plain steps gather states, deep ones follow shallow ones, users leave in the middle: nothing shows."""
-    asked = [request(prompt, max_new_tokens=60) for prompt in prompts]
-    expected = tokens_of(run(Engine(target, config=options()), asked))
+    """States wait in plain steps, deep drafts follow shallow ones, users leave midway: answers do not show it."""
+    expected = tokens_of(run(Engine(target, config=options()), requests(prompts, max_new_tokens=60)))
     engine = build(target, tiny_drafter, max_num_seqs=6, max_model_len=256)
     tokens, depths = live_through(engine, prompts)
     for key, made in tokens.items():
@@ -224,11 +205,9 @@ def test_depths_that_change_and_requests_that_come_and_go(
     assert sum(depth > 0 for row in depths.values() for depth in row) > 100
 
 
-def test_long_rests_are_caught_up_on(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
-    """After many plain steps the drafter drafts as if it had read along: the ring is read before it is overwritten."""
-    asked = [request(prompt, max_new_tokens=90, speculation=Speculation()) for prompt in prompts[:4]]
+def test_long_rests_are_caught_up_on(build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
+    """After many plain steps the drafter drafts as if it had read along: no state is overwritten unread."""
+    asked = requests(prompts[:4], max_new_tokens=90, speculation=Speculation())
     accepted = []
     for engine in (
         build(target, tiny_drafter, max_model_len=256),
@@ -244,22 +223,9 @@ def test_long_rests_are_caught_up_on(
     assert accepted[0] == pytest.approx(accepted[1], rel=0.3)
 
 
-def test_sampled_answers_are_those_of_no_drafts(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
-    def asked(speculation: Speculation) -> list[Request]:
-        return [
-            request(prompt, seed=seed, sampling=Sampling(temperature=1.0, top_p=0.9), speculation=speculation)
-            for seed, prompt in enumerate(prompts)
-        ]
-
-    engine = round_engine(target, tiny_drafter, options())
-    assert tokens_of(run(engine, asked(at_depth(5)))) == tokens_of(run(engine, asked(OFF)))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_everything_at_once(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], seed: int) -> None:
-    """Requests of all kinds come, are cancelled, stop and are preempted while steps are in flight."""
+@each("seed", range(3))
+def test_everything_at_once(target: Target, tiny_drafter: Drafter, prompts: Prompts, seed: int) -> None:
+    """Requests of all kinds come, are cancelled, stop and are preempted with steps in flight."""
     chance = random.Random(seed)
 
     def one(number: int) -> Request:
@@ -276,10 +242,9 @@ def test_everything_at_once(target: Target, tiny_drafter: Drafter, prompts: list
 
     asked = [one(number) for number in range(24)]
     expected = tokens_of(run(Engine(target, config=options(max_model_len=64)), [_plain(this) for this in asked]))
-    per_block = Engine(target, tiny_drafter, config=options()).budget.bytes_per_block
-    engine = round_engine(
-        target, tiny_drafter, options(max_num_seqs=5, max_model_len=64, memory=40 * per_block), LateQueue(seed, 0.3)
-    )
+    memory = bytes_for(40, target, tiny_drafter)
+    settings = options(max_num_seqs=5, max_model_len=64, memory=memory)
+    engine = round_engine(target, tiny_drafter, settings, LateQueue(seed, 0.3))
     make_moody(engine, lambda: chance.choice([0, 0, 1, 3, 7]))
     tokens: dict[int, list[int]] = {number: [] for number in range(len(asked))}
     left, cancelled = list(asked), set[int]()
@@ -306,24 +271,22 @@ def _plain(one: Request) -> Request:
 
 
 def test_grammars_among_others(
-    build: Callable[..., Engine],
+    build: Build,
     letters: Target,  # noqa: F811
     tiny_drafter: Drafter,
     guidance: LlGuidance,  # noqa: F811
 ) -> None:
-    """Masks are made while the step's passes run; rows without a grammar beside them are not touched."""
+    """Masks are computed while the step's passes run; rows without a grammar are not affected."""
     asked = grammar_requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), Speculation(), OFF))
     free = [replace(one, grammar=None) for one in asked[:3]]
     expected = Engine(letters, tiny_drafter, config=options()).generate([*asked, *free])
-    for changes in ({}, {"max_num_batched_tokens": 11}):  # the latter leaves some fewer drafts than were planned
+    for changes in ({}, {"max_num_batched_tokens": 11}):  # with the latter, rows get fewer drafts than planned
         answers = build(letters, tiny_drafter, **changes).generate([*asked, *free])
         assert tokens_of(answers) == tokens_of(expected)
 
 
-def test_drafters_come_and_go(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
-    asked = [request(prompt, speculation=Speculation()) for prompt in prompts]
+def test_drafters_come_and_go(build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
+    asked = requests(prompts, speculation=Speculation())
     other = random_drafter(drafter_config(), seed=5).to(target.device)
     engine = build(target, tiny_drafter)
     make_moody(engine, lambda: 3)
@@ -331,32 +294,24 @@ def test_drafters_come_and_go(
     assert got == tokens_of(run(Engine(target, config=options()), asked))
 
 
-def test_looks_for_drift_change_nothing(
-    build: Callable[..., Engine],
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+def test_drift_check_ups_change_nothing(
+    build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drift_probe, "EVERY", 1)
     engine = build(target, tiny_drafter, drift_share=0.9)
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    asked = requests(prompts, speculation=at_depth(3))
     expected = run(Engine(target, config=options()), [_plain(one) for one in asked])
     assert tokens_of(run(engine, asked)) == tokens_of(expected)
-    # On a GPU the first look compiles kernels, and takes the share of many others.
+    # On a GPU the first check-up compiles kernels and uses up the time of many others.
     assert engine.drift.checkups > (0 if target.device.type == "cuda" else 3)
 
 
-def test_after_a_step_that_failed_others_are_served(
-    build: Callable[..., Engine],
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+def test_after_a_failed_step_others_are_served(
+    build: Build, target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it failed: with nothing of it queued, with its drafts, or with its target's pass."""
+    """Wherever it failed: with nothing of it queued, with its drafts queued, or with the target's pass."""
     engine = build(target, tiny_drafter)
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    asked = requests(prompts, speculation=at_depth(3))
     for name in ("begin_round", "verify", "accept"):
         with monkeypatch.context() as patch:
             patch.setattr(engine.core.runner, name, _failing(getattr(engine.core.runner, name), call=4))
@@ -375,7 +330,7 @@ def test_after_a_step_that_failed_others_are_served(
 
 
 def _failing(function: Callable[..., Any], *, call: int) -> Callable[..., Any]:
-    """It, but for one call."""
+    """Call a function, except that one call fails."""
     calls = 0
 
     def fail(*given: Any, **how: Any) -> Any:
@@ -394,42 +349,33 @@ def _exhaust(engine: Engine) -> None:
 
 
 def test_a_step_is_in_flight_while_the_host_works(target: Target, tiny_drafter: Drafter) -> None:
-    """A late device runs a step only when the next one has been launched."""
+    """A late device runs a step only after the next one was launched."""
     queue = LateQueue()
     engine = round_engine(target, tiny_drafter, options(), queue)
     engine.submit(request((1, 2, 3), speculation=at_depth(3)))
-    assert engine.step() == [], "nothing has landed"
+    assert engine.step() == [], "no step has landed"
     told = queue.told
     assert queue.done < told
     assert engine.step(), "the first token"
     assert told <= queue.done < queue.told
 
 
-def test_drafters_of_two_layers(build: Callable[..., Engine], target: Target, prompts: list[tuple[int, ...]]) -> None:
-    """Such a drafter reads prompts by attention: it does not remember."""
+def test_drafters_of_two_layers(build: Build, target: Target, prompts: Prompts) -> None:
+    """Such a drafter reads prompts with attention."""
     drafter = random_drafter(drafter_config(num_hidden_layers=2)).eval().to(target.device)
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    ours = run(build(target, drafter), asked)
-    theirs = run(Engine(target, drafter, config=options()), asked)
-    assert tokens_of(ours) == tokens_of(theirs)
-    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    assert_drafts_alike(build, target, drafter, requests(prompts, speculation=at_depth(3)))
 
 
-def test_eagle1_drafters(
-    build: Callable[..., Engine], target: Target, tiny_eagle1: Drafter, prompts: list[tuple[int, ...]]
-) -> None:
+def test_eagle1_drafters(build: Build, target: Target, tiny_eagle1: Drafter, prompts: Prompts) -> None:
     """They read the last state, and run by their own code."""
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    ours = run(build(target, tiny_eagle1, max_num_batched_tokens=256), asked)
-    theirs = run(Engine(target, tiny_eagle1, config=options(max_num_batched_tokens=256)), asked)
-    assert tokens_of(ours) == tokens_of(theirs)
-    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
-    assert any(depth for answer in ours for depth in answer.depths), "some were accepted"
+    asked = requests(prompts, speculation=at_depth(3))
+    ours = assert_drafts_alike(build, target, tiny_eagle1, asked, max_num_batched_tokens=256)
+    assert any(depth for answer in ours for depth in answer.depths), "some drafts were accepted"
 
 
-@pytest.mark.parametrize("max_depth", [7, 5, 1])
-def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], max_depth: int
+@each("max_depth", [7, 5, 1])
+def test_nothing_is_left_to_capture_after_capturing_ahead(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, max_depth: int
 ) -> None:
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=max_depth))
     ahead = engine.capture_graphs()
@@ -437,7 +383,7 @@ def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     rehearsed, shapes = engine.controller.costs._rehearsed, engine.core.runner.shapes
     assert set(rehearsed) == {0, *shapes.depths, *shapes.trees}
     assert all(rehearsed[depth][-1][0] == 6 for depth in (0, *shapes.depths_for(6))), "steps of every depth"
-    asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
+    asked = requests(prompts, max_new_tokens=40, speculation=Speculation())
     source = random.Random(5)
     make_moody(engine, lambda: source.randint(0, max_depth))
     ours = run(engine, asked)
@@ -447,8 +393,8 @@ def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     assert Engine(target, config=options()).capture_graphs() == 0, "without a GPU there is nothing to capture"
 
 
-def test_a_choice_that_is_held_is_not_kept_for_more_requests_than_its_passes_were_captured_for(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+def test_a_held_choice_is_not_kept_for_more_requests_than_its_passes_were_captured_for(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts
 ) -> None:
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=5))
     ahead = engine.capture_graphs()
@@ -462,7 +408,7 @@ def test_a_choice_that_is_held_is_not_kept_for_more_requests_than_its_passes_wer
         return replace(choice, depths=(tree.depth,) * len(rows), shape=tree, holds=100, rests=False)
 
     engine.controller.choose = choose_trees  # type: ignore[method-assign]
-    asked = [request(prompt, max_new_tokens=30, speculation=Speculation()) for prompt in prompts[:5]]
+    asked = requests(prompts[:5], max_new_tokens=30, speculation=Speculation())
     keys = [engine.submit(one) for one in asked[:CAPTURED_TREE_ROWS]]
     answers: dict[int, list[int]] = {key: [] for key in keys}
     while engine.busy:
@@ -479,33 +425,33 @@ def test_a_choice_that_is_held_is_not_kept_for_more_requests_than_its_passes_wer
 def test_steps_of_very_many_rows_are_captured_ahead_for_shallow_drafts(target: Target, tiny_drafter: Drafter) -> None:
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=100, max_model_len=64, max_num_batched_tokens=800))
     engine.capture_graphs()
-    shapes = {(int(str(key[1])), int(str(key[2]))) for key in graphs_of(engine)._made if key[0] == "verify"}
+    shapes = {(int(str(key[1])), int(str(key[2]))) for key in graphs_of(engine)._replays if key[0] == "verify"}
     assert {rows for rows, _ in shapes} == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100}
     assert {depth for rows, depth in shapes if rows == 64} == {0, 1, 2, 3, 5, 7}
     assert {depth for rows, depth in shapes if rows == 100} == {0, 1, 2, 3, 5}
 
 
-@pytest.mark.parametrize("usual", [512, 2])
-def test_longer_requests_than_usual_have_tables_of_their_own(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, usual: int
+@each("usual", [512, 2])
+def test_longer_requests_than_usual_have_wider_tables(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, usual: int
 ) -> None:
     monkeypatch.setattr(round_runner, "USUAL_BLOCKS", usual)
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    asked = requests(prompts, speculation=at_depth(3))
     manner = options(max_model_len=64, block_size=4)
     engine = round_engine(target, tiny_drafter, manner)
     assert tokens_of(run(engine, asked)) == tokens_of(run(Engine(target, tiny_drafter, config=manner), asked))
-    widths = {key[3] for key in graphs_of(engine)._made if key[0] == "verify"}
-    assert widths == ({16} if usual == 512 else {8, 32}), "no wider than what may come, but for the steps between"
+    widths = {key[3] for key in graphs_of(engine)._replays if key[0] == "verify"}
+    assert widths == ({16} if usual == 512 else {8, 32}), "no wider than needed, in steps of 4"
 
 
-def test_what_cannot_be_captured_is_told_and_runs_eagerly(
+def test_failed_captures_are_logged_and_run_eagerly(
     target: Target,
     tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
+    prompts: Prompts,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    asked = requests(prompts, speculation=at_depth(3))
     theirs = run(Engine(target, tiny_drafter, config=options()), asked)
 
     def refuse(*_: object) -> None:
@@ -517,6 +463,6 @@ def test_what_cannot_be_captured_is_told_and_runs_eagerly(
         device = RoundDevice(capture=capture, queue=LateQueue())
         engine = Engine(target, tiny_drafter, config=options(), device=device)
         assert tokens_of(run(engine, asked)) == tokens_of(theirs)
-        told = [line for line in caplog.messages if "runs eagerly: not while capturing" in line]
-        assert len(told) == len(graphs_of(engine).refused) == (4 if enabled else 0), "once for each kind of pass"
+        logged = [line for line in caplog.messages if "runs eagerly: not while capturing" in line]
+        assert len(logged) == len(graphs_of(engine).refused) == (4 if enabled else 0), "once per kind of pass"
         caplog.clear()

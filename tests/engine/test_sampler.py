@@ -1,4 +1,4 @@
-"""The law of the engine: tokens come as the target has them, whatever is drafted, and drafts as often as they can."""
+"""Sampling in the engine: tokens follow the target's distribution whatever is drafted, and acceptance is optimal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 from each import each
 from engine.scripted import random_table
 from eyas.kernels import noise
-from eyas.sampling import Sampling, probabilities
-from oracle import sampler
+from eyas.sampling import Sampling
 from oracle.draft import Draft
 from oracle.rejection import Candidate, SeededDraws, shape_logits, try_candidates
 from oracle.sampler import SamplingMetadata, choose, draw, draw_many, log_probabilities
+from oracle.shaping import probabilities
 from oracle.verify import accept_tree, accepted_nodes
 
 RARE, CERTAIN = 1e-4, 1e-6
@@ -48,7 +48,7 @@ SAMPLINGS = {
 
 
 def accept_chain(draft_RS: Tensor, token_RQ: Tensor) -> Tensor:
-    """How many drafts of each row the engine accepts [R]; -1 is no draft."""
+    """Number of drafts of each row that the engine accepts [R]; -1 is no draft."""
     chains = [Draft(tokens=tuple(row), parents=tuple(range(-1, len(row) - 1))) for row in draft_RS.tolist()]
     return torch.tensor([len(accepted_nodes(*pair)) for pair in zip(chains, token_RQ.tolist(), strict=True)])
 
@@ -58,7 +58,7 @@ def random_logits(size: int, seed: int = 0) -> Tensor:
 
 
 def by_seed(sampling: Sampling, count: int = MANY, position: int = 9) -> list[SamplingMetadata]:
-    """The same choice for many requests, each with chance of its own."""
+    """One choice for many requests, each with its own random numbers."""
     return [
         SamplingMetadata(sampling=sampling, seed=seed, position=position, before=BEFORE, prompt_length=len(PROMPT))
         for seed in range(count)
@@ -66,7 +66,7 @@ def by_seed(sampling: Sampling, count: int = MANY, position: int = 9) -> list[Sa
 
 
 def p_value(tokens: Tensor, p_V: Tensor) -> float:
-    """How likely counts as far from p as these would be, if p were their law. Rare tokens are counted as one."""
+    """Probability of counts at least as far from p, if p is their law. Rare tokens are pooled."""
     counts_V = torch.bincount(tokens.flatten(), minlength=len(p_V))
     assert int(counts_V[p_V == 0].sum()) == 0, "an impossible token came"
     expected_V = p_V / p_V.sum() * tokens.numel()
@@ -90,7 +90,7 @@ def test_a_token_comes_as_often_as_the_shaped_target_has_it(sampling: Sampling, 
     assert p_value(choose(logits_V.expand(MANY, -1), by_seed(sampling)), p_V) > RARE
 
 
-def test_positions_of_one_request_are_as_good_as_requests() -> None:
+def test_positions_of_one_request_are_as_random_as_requests() -> None:
     logits_V, sampling = random_logits(10), SAMPLINGS["plain"]
     wanted = [SamplingMetadata(sampling=sampling, seed=7, position=position) for position in range(MANY)]
     assert p_value(choose(logits_V.expand(MANY, -1), wanted), logits_V.softmax(-1)) > RARE
@@ -101,7 +101,7 @@ def test_a_bias_of_a_few_percent_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     p_V, wanted = logits_V.softmax(-1), by_seed(sampling)
     favoured_V = p_V * (1 + 0.05 * (torch.arange(10) == p_V.argmax()))
     assert p_value(choose(favoured_V.log().expand(MANY, -1), wanted), p_V) < RARE
-    monkeypatch.setattr(noise, "_time", lambda w: w.float())  # a race by uniform times
+    monkeypatch.setattr(noise, "_time", lambda w: w.float())  # uniform instead of exponential times
     assert p_value(choose(logits_V.expand(MANY, -1), wanted), p_V) < CERTAIN
 
 
@@ -137,7 +137,7 @@ def test_bans_and_masks_take_tokens_out_of_the_distribution() -> None:
     assert p_value(choose(logits_V.expand(4000, -1), wanted), p_V) > RARE
 
 
-def test_a_batch_of_all_kinds_chooses_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_batch_chooses_as_each_row_alone() -> None:
     kinds = [*SAMPLINGS.values(), Sampling(), Sampling(presence_penalty=1.0)] * 4
     logits_NV = torch.stack([random_logits(300, seed) for seed in range(len(kinds))]).float()
     wanted = [
@@ -154,8 +154,6 @@ def test_a_batch_of_all_kinds_chooses_as_each_alone(monkeypatch: pytest.MonkeyPa
     ]
     together = choose(logits_NV, wanted)
     assert together.tolist() == [int(choose(logits_NV[i : i + 1], [one])) for i, one in enumerate(wanted)]
-    monkeypatch.setattr(sampler, "MOST_AT_ONCE", 900)
-    assert torch.equal(choose(logits_NV, wanted), together), "in portions"
 
 
 # Speculation changes nothing -----------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def target_logits(texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def wanted_behind(sampling: Sampling, seed: int, text: Sequence[int], prompt_length: int) -> SamplingMetadata:
-    # Token 3 stands for a stop token that may not come at first.
+    # Token 3 is a stop token that may not come at first.
     banned = frozenset({3} if len(text) < prompt_length + 3 else ())
     return SamplingMetadata(
         sampling=sampling, seed=seed, position=len(text), before=text, prompt_length=prompt_length, banned=banned
@@ -238,7 +236,7 @@ def two_tokens(greedy: bool, drafter: Tensor) -> tuple[Tensor, Tensor]:
     own_b = choose(TABLE[first, draft_a], wanted[1])
     own_c = choose(TABLE[draft_a, draft_b], wanted[2])
     accepted = accept_chain(torch.stack([draft_a, draft_b], -1), torch.stack([own_a, own_b, own_c], -1))
-    # A rejected first draft leaves the second token to the next round, behind the target's own first.
+    # After a rejected first draft, the second token comes in the next round, behind the target's own first.
     later = choose(TABLE[first, own_a], wanted[1])
     return torch.stack([own_a, torch.where(accepted > 0, own_b, later)], -1), accepted
 
@@ -262,10 +260,10 @@ def test_taking_accepted_drafts_only_would_be_caught() -> None:
 
 
 @pytest.mark.slow
-def test_a_controller_that_peeks_biases_rejection_sampling_and_not_the_engine() -> None:
+def test_a_controller_that_looks_at_drafts_biases_rejection_sampling_and_not_the_engine() -> None:
     p_V, q_V = torch.tensor([0.7, 0.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
     rounds = 3000
-    # The controller submits a drawn token if it is 0: decided by the very token that is to be verified.
+    # The controller submits a drawn token only if it is 0, which depends on the very token to be verified.
     draws, rejected = SeededDraws(0), []
     for _ in range(rounds):
         token = draws.pick(q_V)
@@ -284,14 +282,14 @@ def test_a_controller_that_peeks_biases_rejection_sampling_and_not_the_engine() 
     assert p_value(torch.tensor(rejected), p_V) < CERTAIN
     assert p_value(torch.tensor(engine), p_V) > RARE
     assert p_value(torch.tensor(engine), biased_V) < CERTAIN
-    assert 0 < int((draft_R == 0).sum()) < rounds, "and it did peek"
+    assert 0 < int((draft_R == 0).sum()) < rounds, "it did look"
 
 
 # Drafts are accepted as often as they can be -------------------------------------------------------------------
 
 
 def coupled(p_V: Tensor, q_V: Tensor) -> float:
-    """How often two races over the same noise have one winner."""
+    """Probability that two races over the same noise have the same winner."""
     return sum(1 / float(torch.maximum(p_V / p_V[i], q_V / q_V[i]).sum()) for i in range(len(p_V)))
 
 
@@ -311,7 +309,7 @@ def test_drawn_drafts_are_accepted_as_often_as_coupled_races_agree(size: int, li
     assert p_value(draft, q_V) > RARE, "drafts themselves are drawn from q"
 
 
-def test_greedy_drafts_are_accepted_with_the_probability_they_have() -> None:
+def test_greedy_drafts_are_accepted_with_their_probability() -> None:
     logits_V, draft = random_logits(6), 2
     tokens = choose(logits_V.expand(MANY, -1), by_seed(SAMPLINGS["plain"]))
     accepted = accept_chain(torch.full((MANY, 1), draft), tokens[:, None].expand(-1, 2))
@@ -325,11 +323,11 @@ def test_a_drafter_that_is_the_target_is_always_accepted(name: str) -> None:
     assert torch.equal(draw(logits_NV, wanted, torch.arange(50)).token, choose(logits_NV, wanted))
 
 
-def test_penalties_and_bias_cost_a_draft_acceptance_and_nothing_else() -> None:
+def test_penalties_and_bias_reduce_acceptance_and_nothing_else() -> None:
     logits_NV = random_logits(10).expand(2000, -1)
     shaped = by_seed(SAMPLINGS["bias"], 2000)
     draft = draw(logits_NV, shaped, torch.arange(10)).token
-    assert torch.equal(draft, choose(logits_NV, by_seed(SAMPLINGS["plain"], 2000))), "drawn as without"
+    assert torch.equal(draft, choose(logits_NV, by_seed(SAMPLINGS["plain"], 2000))), "drawn without them"
     assert 0.3 < float((draft == choose(logits_NV, shaped)).double().mean()) < 0.95
 
 
@@ -350,7 +348,7 @@ def test_siblings_begin_with_the_draft_and_are_all_different(sampling: Sampling)
     wanted, token_W = by_seed(sampling, 200), 2 * torch.arange(40)
     one, many = draw(logits_NW, wanted, token_W), draw_many(logits_NW, wanted, token_W, 4)
     assert torch.equal(many.index[:, 0], one.index)
-    torch.testing.assert_close(many.confidence[:, 0], one.confidence)  # summed in another order
+    torch.testing.assert_close(many.confidence[:, 0], one.confidence)  # summed in a different order
     assert all(len(set(row)) == 4 for row in many.tokens)
     assert many.tokens == token_W[many.index].tolist()
     torch.testing.assert_close(many.confidence, logits_NW.softmax(-1).gather(-1, many.index))
@@ -359,12 +357,12 @@ def test_siblings_begin_with_the_draft_and_are_all_different(sampling: Sampling)
     assert draw_many(logits_NW, wanted, token_W, 99).index.shape == (200, 40), "no more than there are"
 
 
-def test_siblings_that_the_cuts_took_out_come_last_and_can_still_be_right() -> None:
+def test_siblings_that_the_cuts_removed_come_last_and_can_still_be_right() -> None:
     logits_NW = torch.stack([random_logits(40, seed) for seed in range(500)]).float()
     narrow, wide = by_seed(Sampling(temperature=1.0, top_k=1), 500), by_seed(SAMPLINGS["plain"], 500)
     siblings = draw_many(logits_NW, narrow, torch.arange(40), 3).token
     assert torch.equal(siblings[:, 0], logits_NW.argmax(-1))
-    # Behind the one that is left, the others run as they would without the cut.
+    # Behind the one that is left, the others compete as without the cut.
     winner = choose(logits_NW, wide)
     beaten = winner != siblings[:, 0]
     assert torch.equal(siblings[beaten, 1], winner[beaten])
@@ -387,7 +385,7 @@ def test_a_tree_is_walked_by_the_target_own_tokens() -> None:
     assert accept_tree(parents, drafts, [5, 7, 0, 0, 0, 0, 0]) == [0]
     assert accept_tree(parents, drafts, [4, 8, 8, 8, 8, 8, 8]) == []
     assert accept_tree([], [], [4]) == []
-    assert accept_tree([-1, -1, 0], [5, 5, 6], [5, 6, 0, 0]) == [0, 2], "of doubles the first"
+    assert accept_tree([-1, -1, 0], [5, 5, 6], [5, 6, 0, 0]) == [0, 2], "the first of equal siblings"
 
 
 def test_a_chain_is_a_tree_with_single_children() -> None:

@@ -1,4 +1,4 @@
-"""First come, first served, within budget and blocks; see test_scheduler_random.py for all of it at once."""
+"""First come, first served, within budget and blocks; test_scheduler_random.py has everything at once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def seq(
     cache_salt: str | None = None,
     priority: int = 0,
 ) -> SequenceState:
-    """A request whose prompt is its own, or given."""
+    """A request with a given prompt, or one of its own."""
     tokens = [1000 * key + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return SequenceState(
         key=key,
@@ -53,7 +53,7 @@ def added(made: Scheduler, *seqs: SequenceState) -> tuple[SequenceState, ...]:
 
 
 def step(made: Scheduler, wanted: Mapping[int, int] | None = None, *, accept: int = 0) -> SchedulerOutput:
-    """Plan and commit: of each row's drafts `accept` are accepted, at most; finish what is at its limit."""
+    """Plan and commit; at most `accept` drafts of each row are accepted. Finish requests at their limit."""
     plan = made.plan(lambda _: wanted or {})
     for row in plan.rows:
         accepted = min(accept, row.drafts)
@@ -82,27 +82,20 @@ def test_limits_that_let_nothing_run_are_refused(name: str, value: int) -> None:
         scheduler(**{name: value})
 
 
-def test_a_prompt_without_room_for_an_answer_is_refused() -> None:
+def test_requests_that_could_never_run_are_refused() -> None:
     made = scheduler(max_model_len=10)
     made.add(seq(0, 9))
     with pytest.raises(UserError, match="request 1 has 10 tokens, above the 9"):
         made.add(seq(1, 10))
     assert made.waiting == 1
-
-
-def test_what_needs_more_blocks_than_there_are_is_refused() -> None:
     made = scheduler(blocks=3)
     made.add(seq(0, 5, new=8))  # the last of its 13 tokens is never read
-    with pytest.raises(
-        UserError, match=r"grow to 14 tokens, which need 4 blocks of 4, above the 3 .* within 13 tokens"
-    ):
+    words = r"grow to 14 tokens, which need 4 blocks of 4, above the 3 .* within 13 tokens"
+    with pytest.raises(UserError, match=words):
         made.add(seq(1, 5, new=9))
-
-
-def test_keys_are_given_once_and_arrivals_ascend() -> None:
     made = scheduler()
     made.add(seq(3, 5))
-    for again in (seq(3, 5), seq(2, 5)):
+    for again in (seq(3, 5), seq(2, 5)):  # a key in use, and an earlier arrival
         with pytest.raises(AssertionError):
             made.add(again)
 
@@ -115,12 +108,9 @@ def test_a_request_reads_its_prompt_then_decodes_to_its_limit() -> None:
     assert shape(step(made)) == [(0, 6, 1, 0, True)]
     assert (one.finished, one.new_tokens, one.blocks) == (FinishReason.LENGTH, 3, [])
     assert shape(step(made)) == []
-
-
-def test_the_longest_context_ends_an_answer_before_its_own_limit() -> None:
     made = scheduler(max_model_len=8)
     (one,) = added(made, seq(0, 5, new=50))
-    assert one.limit == 8
+    assert one.limit == 8, "the longest context comes before its own limit"
     finish_all(made)
     assert len(one.tokens) == 8
 
@@ -132,13 +122,10 @@ def test_prompts_are_read_in_chunks_within_the_budget() -> None:
     assert shape(step(made)) == [(0, 10, 4, 0, True), (1, 0, 6, 0, False)]
     assert shape(step(made)) == [(0, 14, 1, 0, True), (1, 6, 3, 0, True)]
     assert shape(step(made)) == [(0, 15, 1, 0, True), (1, 9, 1, 0, True)]
-
-
-def test_decoding_goes_before_reading() -> None:
     made = scheduler(max_num_batched_tokens=8)
     added(made, seq(0, 3), seq(1, 20))
     step(made)
-    assert shape(step(made)) == [(0, 3, 1, 0, True), (1, 5, 7, 0, False)]
+    assert shape(step(made)) == [(0, 3, 1, 0, True), (1, 5, 7, 0, False)], "decoding goes before reading"
 
 
 def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
@@ -151,7 +138,7 @@ def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
         assert sum(row.count + row.drafts for row in rows) <= 2
 
 
-def test_the_first_prompt_gets_on_however_many_decode() -> None:
+def test_the_first_prompt_advances_however_many_requests_decode() -> None:
     made = scheduler(max_num_batched_tokens=3, max_num_seqs=3)
     decoding(made, seq(0, 1, new=30), seq(1, 1, new=30))
     added(made, seq(2, 12, new=1))
@@ -159,16 +146,13 @@ def test_the_first_prompt_gets_on_however_many_decode() -> None:
         assert (2, position, 1, 0, position == 11) in shape(step(made, {0: 9, 1: 9}))
 
 
-def test_requests_are_admitted_in_arrival_order() -> None:
+def test_requests_are_admitted_by_priority_and_arrival() -> None:
     made = scheduler(max_num_seqs=2)
     added(made, *(seq(key, 3, new=2 + key) for key in range(5)))
     order: list[int] = []
     while made.running or made.waiting:
         order += [row.seq.key for row in step(made).rows if row.start == 0]
     assert order == [0, 1, 2, 3, 4]
-
-
-def test_a_lower_priority_goes_first_and_is_sent_back_last() -> None:
     made = scheduler(max_num_seqs=1)
     added(made, seq(0, 3, new=2), seq(1, 3, new=2, priority=5), seq(2, 3, new=2), seq(3, 3, new=2, priority=-1))
     order: list[int] = []
@@ -193,14 +177,14 @@ def test_a_small_request_does_not_overtake_a_large_one() -> None:
     assert [row.seq.key for row in step(made).rows] == [1, 2]
 
 
-def test_a_newcomer_leaves_a_block_for_each_of_the_others() -> None:
+def test_a_new_request_leaves_a_block_for_each_of_the_others() -> None:
     made = scheduler(blocks=8)
     added(made, seq(0, 15, new=8), seq(1, 13, new=4))
     step(made)
     assert made.waiting == 1, "4 blocks are free and it needs 4, but then the first could not grow"
 
 
-def test_a_request_starts_behind_what_the_prefix_cache_has() -> None:
+def test_a_request_starts_behind_its_prefix_cache_hit() -> None:
     made = scheduler()
     (first,) = added(made, seq(0, list(range(10)), new=1))
     step(made)
@@ -208,20 +192,17 @@ def test_a_request_starts_behind_what_the_prefix_cache_has() -> None:
     assert shape(step(made)) == [(1, 8, 2, 0, True)]
     assert first.finished is second.finished is FinishReason.LENGTH
     assert (made._block_manager.hits, made._block_manager.used) == (2, 0)
-
-
-def test_a_shared_block_is_found_while_its_owner_runs() -> None:
     made = scheduler()
     (first,) = added(made, seq(0, list(range(10))))
     step(made)
     (second,) = added(made, seq(1, [*range(9), 50]))
     step(made)
-    assert second.blocks[:2] == first.blocks[:2]
+    assert second.blocks[:2] == first.blocks[:2], "blocks are found while their owner runs"
     assert second.blocks[2] != first.blocks[2]
 
 
 def lagging() -> tuple[Scheduler, SequenceState]:
-    """A request that decodes behind 3 blocks of another, the first of which the drafter has read."""
+    """A request that decodes behind 3 blocks of another, of which the drafter has read the first."""
     made = scheduler()
     (first,) = added(made, seq(0, list(range(14)), new=1, speculation=Speculation()))
     made.plan(lambda _: {})
@@ -232,7 +213,7 @@ def lagging() -> tuple[Scheduler, SequenceState]:
     return made, second
 
 
-def test_a_request_starts_behind_what_the_target_has_read_and_lags_if_the_drafter_has_read_less() -> None:
+def test_a_request_lags_if_the_drafter_has_read_less_of_its_prefix() -> None:
     made, one = lagging()
     assert (one.num_cached_tokens, one.drafter_length, one.lags, one.followed) == (12, 4, True, False)
     (other,) = added(made, seq(2, list(range(14))))
@@ -240,14 +221,14 @@ def test_a_request_starts_behind_what_the_target_has_read_and_lags_if_the_drafte
     assert (other.num_cached_tokens, other.lags, other.followed) == (12, False, False)
 
 
-def test_a_request_that_lags_reads_again_behind_what_the_drafter_has_read_when_it_is_to_catch_up() -> None:
+def test_a_lagging_request_that_catches_up_reads_again_from_where_the_drafter_is() -> None:
     made, one = lagging()
     stay = one.stay
     one.catches_up = True
     plan = made.plan(lambda _: {})
     assert shape(plan) == [(1, 4, 11, 0, True)]
     assert (one.written_length, one.followed) == (14, True)
-    assert one.stay != stay, "the device learns where it stands"
+    assert one.stay != stay, "so the device is told again"
     made.commit(one, read=11, new_tokens=[7], drafter_length=14)
     (other,) = added(made, seq(2, list(range(14)), speculation=Speculation()))
     plan = made.plan(lambda _: {})
@@ -255,7 +236,7 @@ def test_a_request_that_lags_reads_again_behind_what_the_drafter_has_read_when_i
     assert (other.drafter_length, other.followed) == (12, True)
 
 
-def test_nothing_is_read_again_for_one_token_or_while_it_is_under_way_or_another_reads_the_same() -> None:
+def test_nothing_is_read_again_for_one_token_or_in_flight_or_while_another_reads_it() -> None:
     made, one = lagging()
     (other,) = added(made, seq(2, list(range(14)), speculation=Speculation()))
     step(made)
@@ -263,7 +244,7 @@ def test_nothing_is_read_again_for_one_token_or_while_it_is_under_way_or_another
     plan = made.plan(lambda _: {})
     assert shape(plan) == [(2, 14, 1, 0, True), (1, 4, 12, 0, True)]
     made.launched(plan)
-    assert shape(made.plan(lambda _: {})) == [(1, 16, 1, 0, True), (2, 15, 1, 0, True)], "nothing but what comes next"
+    assert shape(made.plan(lambda _: {})) == [(1, 16, 1, 0, True), (2, 15, 1, 0, True)], "only the next tokens"
     made.commit(other, read=1, new_tokens=[7])
     made.commit(one, read=12, new_tokens=[7], drafter_length=15)
     made.landed(plan)
@@ -275,7 +256,7 @@ def test_nothing_is_read_again_for_one_token_or_while_it_is_under_way_or_another
     assert shape(made.plan(lambda _: {})) == [(1, 14, 1, 0, True)]
 
 
-def test_a_request_under_way_stands_still_until_it_can_read_again() -> None:
+def test_a_request_in_flight_waits_until_it_can_read_again() -> None:
     made, one = lagging()
     plan = made.plan(lambda _: {})
     made.launched(plan)
@@ -295,7 +276,7 @@ def test_a_gap_no_longer_than_the_rest_of_the_prompt_is_read_with_it() -> None:
     assert (plan.rows[0].seq.written_length, plan.rows[0].seq.num_cached_tokens) == (12, 12)
 
 
-def test_with_new_weights_what_lags_will_be_read_by_these_and_the_others_go_on_with_what_they_have() -> None:
+def test_after_a_swap_of_weights_lagging_requests_read_with_the_new_ones_and_others_go_on() -> None:
     made, one = lagging()
     (other,) = added(made, seq(2, 5, speculation=Speculation()))
     step(made)
@@ -305,7 +286,7 @@ def test_with_new_weights_what_lags_will_be_read_by_these_and_the_others_go_on_w
     assert shape(step(made)) == [(2, 5, 1, 0, True), (1, 0, 16, 0, True)]
 
 
-def test_without_a_drafter_a_request_that_would_speculate_starts_behind_any_prefix() -> None:
+def test_without_a_drafter_requests_never_lag() -> None:
     made = scheduler(drafter=False)
     added(made, seq(0, list(range(10)), speculation=Speculation()))
     step(made)
@@ -335,7 +316,7 @@ def drafts(rows: tuple[ScheduledRow, ...]) -> list[int]:
     return [row.drafts for row in rows]
 
 
-def test_drafts_get_blocks_and_lose_them_when_rejected() -> None:
+def test_drafts_get_blocks_and_release_them_when_rejected() -> None:
     made = scheduler()
     one = seq(0, 6, new=30)
     decoding(made, one)
@@ -351,7 +332,7 @@ def test_no_draft_goes_beyond_the_last_allowed_token() -> None:
     made = scheduler(max_model_len=16)
     one, other = seq(0, 6, new=5), seq(1, 12, new=50)
     decoding(made, one, other)
-    assert drafts(made.plan(lambda _: {0: 9, 1: 9}).rows) == [3, 2], "with one token more, 11 and 16 are full"
+    assert drafts(made.plan(lambda _: {0: 9, 1: 9}).rows) == [3, 2], "with the target's token, 11 and 16 are full"
 
 
 def test_a_short_budget_is_shared_among_drafts() -> None:
@@ -400,7 +381,7 @@ def test_the_latest_is_preempted_when_a_block_is_missing() -> None:
     assert len(seqs[2].tokens) == 9, "its tokens stay"
 
 
-def test_a_preempted_request_is_the_first_to_come_back() -> None:
+def test_a_preempted_request_is_the_first_to_come_back_and_the_oldest_is_never_preempted() -> None:
     made = scheduler(blocks=6, max_num_seqs=3)
     seqs = [seq(key, 4, new=9 if key == 0 else 16) for key in range(4)]
     added(made, *seqs)
@@ -411,9 +392,19 @@ def test_a_preempted_request_is_the_first_to_come_back() -> None:
     assert made._waiting[0] is seqs[2]
     finish_all(made)
     assert all(one.finished is FinishReason.LENGTH for one in seqs)
+    made = scheduler(blocks=10)
+    seqs = [seq(key, 3, new=38) for key in range(5)]
+    added(made, *seqs)
+    finish_all(made)
+    assert seqs[0].preemptions == 0
+    assert sum(one.preemptions for one in seqs) > 3
+    made = scheduler(blocks=4)
+    (one,) = added(made, seq(0, 3, new=14))
+    finish_all(made)
+    assert (len(one.tokens), one.preemptions) == (17, 0), "alone it can fill the pool to the last block"
 
 
-def test_a_preempted_request_reads_again_only_what_the_cache_lost() -> None:
+def test_a_preempted_request_reads_only_what_the_cache_lost() -> None:
     made = scheduler(blocks=8)
     first, second = seq(0, 8, new=9), seq(1, 9, new=16)
     decoding(made, first, second)
@@ -429,23 +420,7 @@ def test_a_preempted_request_reads_again_only_what_the_cache_lost() -> None:
     assert row.samples
 
 
-def test_the_oldest_is_never_preempted() -> None:
-    made = scheduler(blocks=10)
-    seqs = [seq(key, 3, new=38) for key in range(5)]
-    added(made, *seqs)
-    finish_all(made)
-    assert seqs[0].preemptions == 0
-    assert sum(one.preemptions for one in seqs) > 3
-
-
-def test_one_request_alone_can_fill_the_pool_to_the_last_block() -> None:
-    made = scheduler(blocks=4)
-    (one,) = added(made, seq(0, 3, new=14))
-    finish_all(made)
-    assert (len(one.tokens), one.preemptions) == (17, 0)
-
-
-def test_a_waiting_request_can_be_cancelled() -> None:
+def test_waiting_and_reading_requests_can_be_cancelled() -> None:
     made = scheduler(max_num_seqs=1)
     _, second, third = added(made, seq(0, 3, new=2), seq(1, 3, new=2), seq(2, 3, new=2))
     step(made)
@@ -454,9 +429,8 @@ def test_a_waiting_request_can_be_cancelled() -> None:
     finish_all(made)
     assert third.finished is FinishReason.LENGTH
     assert second.new_tokens == 0
-
-
-def test_a_running_request_can_be_cancelled_in_the_middle_of_its_prompt() -> None:
+    assert not made.cancel(1), "it is gone"
+    assert not made.cancel(9), "it never was"
     made = scheduler(max_num_batched_tokens=5)
     (one,) = added(made, seq(0, 16))
     step(made)
@@ -466,7 +440,7 @@ def test_a_running_request_can_be_cancelled_in_the_middle_of_its_prompt() -> Non
     assert one.finished is FinishReason.CANCELLED
 
 
-def test_what_a_step_gives_to_a_request_cancelled_meanwhile_is_dropped() -> None:
+def test_what_a_step_gives_to_a_cancelled_request_is_dropped() -> None:
     made = scheduler()
     one, other = seq(0, 6), seq(1, 6)
     decoding(made, one, other)
@@ -480,15 +454,7 @@ def test_what_a_step_gives_to_a_request_cancelled_meanwhile_is_dropped() -> None
     assert (one.finished, len(one.tokens)) == (FinishReason.CANCELLED, 7)
 
 
-def test_cancelling_what_is_not_there_says_so() -> None:
-    made = scheduler()
-    added(made, seq(0, 3, new=1))
-    assert not made.cancel(1)
-    finish_all(made)
-    assert not made.cancel(0)
-
-
-def test_the_check_finds_a_block_nobody_owns() -> None:
+def test_the_check_finds_a_block_without_owner() -> None:
     made = scheduler()
     (one,) = added(made, seq(0, 6))
     step(made)
@@ -505,7 +471,7 @@ def test_a_request_that_decodes_alone_stays_in_one_run_of_blocks() -> None:
     assert one.blocks == list(range(one.blocks[0], one.blocks[0] + 38))
 
 
-def test_prefixes_are_found_by_requests_of_the_same_salt_alone() -> None:
+def test_prefixes_are_shared_only_with_equal_salts() -> None:
     made = scheduler()
     prompt = list(range(4 * SIZE + 1))
     for key, (salt, cached) in enumerate([("a", 0), ("b", 0), (None, 0), ("a", 16), ("b", 16), (None, 16), ("", 0)]):
@@ -514,13 +480,13 @@ def test_prefixes_are_found_by_requests_of_the_same_salt_alone() -> None:
         assert one.num_cached_tokens == cached, (key, salt)
 
 
-def test_a_request_that_begins_anew_finds_its_own_prefix_and_no_other() -> None:
+def test_a_preempted_request_finds_its_own_prefix_and_no_other() -> None:
     made = scheduler()
     prompt = list(range(4 * SIZE + 1))
     first, second = added(made, seq(0, prompt, new=20, cache_salt="a"), seq(1, prompt, new=20, cache_salt="b"))
     step(made)
     owned = [list(first.blocks), list(second.blocks)]
-    made.begin_anew(drafter=False)  # a swap sends requests back as a preemption does
+    made.preempt_all(drafter=False)
     assert first.blocks == second.blocks == []
     step(made)
     assert [first.blocks[:4], second.blocks[:4]] == [blocks[:4] for blocks in owned]

@@ -1,12 +1,23 @@
-"""An engine that pulls its requests: as many at once as it takes on, each answered as alone, none left behind."""
+"""`Engine.serve` pulls requests: as many at once as fit, each answered as if alone, none left behind."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from each import each
-from engine.test_engine import NEW_TOKENS, OFF, at_depth, options, plain, request
+from engine.common import (
+    NEW_TOKENS,
+    OFF,
+    Prompts,
+    at_depth,
+    options,
+    plain,
+    request,
+    requests,
+    tokens_of,
+)
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
@@ -31,13 +42,8 @@ def by_name(served: Iterator[tuple[int, RequestOutput]]) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def expected(target: Target, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [plain(target, prompt) for prompt in prompts]
-
-
-@pytest.fixture(scope="module")
-def stop_ids(expected: list[tuple[int, ...]]) -> frozenset[int]:
-    """A token that some answers hold in the middle and others do not hold."""
+def stop_ids(expected: Prompts) -> frozenset[int]:
+    """A token that some answers have in the middle and others do not have."""
     for token in range(VOCAB):
         holding = sum(token in answer for answer in expected)
         if 3 <= holding <= 9 and not any(answer[0] == token for answer in expected):
@@ -46,28 +52,22 @@ def stop_ids(expected: list[tuple[int, ...]]) -> frozenset[int]:
 
 
 @each("depth", [0, 3])
-def test_pulled_requests_get_what_each_gets_alone(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    expected: list[tuple[int, ...]],
-    stop_ids: frozenset[int],
-    depth: int,
+def test_pulled_requests_get_the_answers_they_get_alone(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts, expected: Prompts, stop_ids: frozenset[int], depth: int
 ) -> None:
     engine = Engine(target, tiny_drafter, config=options(max_num_seqs=3))
     speculation = at_depth(depth) if depth else OFF
-    asked = [request(prompt, stop_ids=stop_ids, speculation=speculation) for prompt in prompts]
-    answers = by_name(engine.serve(puller(asked)))
+    answers = by_name(engine.serve(puller(requests(prompts, stop_ids=stop_ids, speculation=speculation))))
     (stop,) = stop_ids
     cut = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in expected]
-    assert [answer.tokens for answer in answers] == cut
+    assert tokens_of(answers) == cut
     assert [answer.finished is FinishReason.STOP for answer in answers] == [tokens[-1] == stop for tokens in cut]
     assert {answer.finished for answer in answers} == {FinishReason.STOP, FinishReason.LENGTH}
     assert all(bool(answer.accepted) == bool(depth) for answer in answers)
     assert not engine.busy
 
 
-def test_no_more_is_pulled_than_is_served_at_once(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_no_more_is_pulled_than_is_served_at_once(target: Target, prompts: Prompts) -> None:
     engine = Engine(target, config=options(max_num_seqs=3))
     waiting, under_way, most = enumerate(prompts), 0, 0
 
@@ -85,7 +85,7 @@ def test_no_more_is_pulled_than_is_served_at_once(target: Target, prompts: list[
     assert (under_way, most) == (0, 3)
 
 
-def test_an_answer_may_lead_to_the_next_request(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_an_answer_may_lead_to_the_next_request(target: Target, prompts: Prompts) -> None:
     engine = Engine(target, config=options(max_num_seqs=2))
     asked = dict(enumerate(prompts[:3]))
     waiting = [(name, request(prompt, max_new_tokens=5)) for name, prompt in asked.items()]
@@ -100,29 +100,28 @@ def test_an_answer_may_lead_to_the_next_request(target: Target, prompts: list[tu
 
 
 @each("room", [1, 2, 5])
-def test_answers_end_where_the_longest_context_ends(target: Target, prompts: list[tuple[int, ...]], room: int) -> None:
+def test_answers_end_where_the_longest_context_ends(target: Target, prompts: Prompts, room: int) -> None:
     length = max(map(len, prompts)) + room
     drafter = random_drafter(drafter_config(), own_embedding=True)
     for speculation in (OFF, at_depth(3)):
         engine = Engine(target, drafter, config=options(max_model_len=length))
-        answers = by_name(engine.serve(puller(request(prompt, speculation=speculation) for prompt in prompts)))
+        answers = by_name(engine.serve(puller(requests(prompts, speculation=speculation))))
         assert [len(a.tokens) for a in answers] == [min(NEW_TOKENS, length - len(p)) for p in prompts]
         assert {a.finished for a in answers} == {FinishReason.LENGTH}
 
 
-def test_accepted_drafts_are_counted_whole_where_an_answer_ends_inside_a_round(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+def test_accepted_drafts_count_in_full_where_an_answer_ends_inside_a_round(
+    target: Target, tiny_drafter: Drafter, prompts: Prompts
 ) -> None:
     engine = Engine(target, tiny_drafter, config=options())
+    how: dict[str, Any] = {"max_new_tokens": 30, "speculation": at_depth(5)}
     for prompt in prompts:
-        (whole,) = engine.generate([request(prompt, max_new_tokens=30, speculation=at_depth(5))])
+        (whole,) = engine.generate([request(prompt, **how)])
         deep = next((i for i, accepted in enumerate(whole.accepted) if accepted > 2), None)
         if deep is None:
             continue
         stop = whole.tokens[1 + sum(whole.accepted[:deep]) + deep]  # the first token of that round
-        (cut,) = engine.generate(
-            [request(prompt, max_new_tokens=30, speculation=at_depth(5), stop_ids=frozenset({stop}))]
-        )
+        (cut,) = engine.generate([request(prompt, stop_ids=frozenset({stop}), **how)])
         if len(cut.tokens) == 2 + sum(whole.accepted[:deep]) + deep:  # it did not come earlier
             assert cut.accepted == whole.accepted[: deep + 1]
             assert sum(cut.accepted) == cut.stats.accepted > sum(depth > 0 for depth in cut.depths)
@@ -130,7 +129,7 @@ def test_accepted_drafts_are_counted_whole_where_an_answer_ends_inside_a_round(
     raise AssertionError("no prompt has a round that accepts three drafts")
 
 
-def test_whoever_takes_no_more_answers_leaves_nothing_behind(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_a_caller_that_stops_iterating_leaves_nothing_behind(target: Target, prompts: Prompts) -> None:
     engine = Engine(target, config=options(max_num_seqs=4))
     served = engine.serve(puller(request(prompt, max_new_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
     next(served)
@@ -141,7 +140,7 @@ def test_whoever_takes_no_more_answers_leaves_nothing_behind(target: Target, pro
 
 
 def test_a_refusal_or_a_failed_step_leaves_nothing_behind(
-    target: Target, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(target, config=options())
     with pytest.raises(UserError, match=r"has 128 tokens, above the 127 .* longest context 128"):
@@ -158,16 +157,17 @@ def test_a_refusal_or_a_failed_step_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr(engine, "step", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
-            list(engine.serve(puller(request(prompt) for prompt in prompts)))
+            list(engine.serve(puller(requests(prompts))))
     assert not engine.busy
     assert engine.block_manager.used == 0
     assert list(engine.serve(lambda: None)) == []
 
 
-def test_a_drawn_answer_depends_on_its_own_seed_only(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_a_sampled_answer_depends_on_its_own_seed_only(target: Target, prompts: Prompts) -> None:
     drawn = [request(p, sampling=Sampling(temperature=1.3, top_k=6), seed=i) for i, p in enumerate(prompts)]
-    together = [a.tokens for a in by_name(Engine(target, config=options()).serve(puller(drawn)))]
-    alone = [a.tokens for a in by_name(Engine(target, config=options(max_num_seqs=1)).serve(puller(drawn)))]
+    together, alone = (
+        tokens_of(by_name(Engine(target, config=options(max_num_seqs=rows)).serve(puller(drawn)))) for rows in (8, 1)
+    )
     assert together == alone
     (other,) = Engine(target, config=options()).generate(
         [request(prompts[3], sampling=Sampling(temperature=1.3, top_k=6), seed=77)]
@@ -175,7 +175,7 @@ def test_a_drawn_answer_depends_on_its_own_seed_only(target: Target, prompts: li
     assert other.tokens != together[3]
 
 
-def test_the_targets_attention_and_modes_are_left_as_they_were(target: Target, prompts: list[tuple[int, ...]]) -> None:
+def test_the_targets_attention_and_modes_are_restored(target: Target, prompts: Prompts) -> None:
     before = target.model.config._attn_implementation
     served = Engine(target, config=options()).serve(puller([request(prompts[0], max_new_tokens=2)] * 2))
     next(served)

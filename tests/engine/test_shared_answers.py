@@ -1,4 +1,4 @@
-"""Answers are kept for the caller they were given to, for a while, and no more of them than was agreed."""
+"""Answers are kept for their own caller, for a while, within limits."""
 
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.engine.suffix.shared_answers import SharedAnswers
@@ -16,7 +16,7 @@ def kept(clock: Clock | None = None, **limits: float) -> SharedAnswers:
 
 
 def finds(answers: SharedAnswers, caller: str | None, first: int) -> bool:
-    """Whether the answer that begins with this and goes on counting is there."""
+    """Whether the answer that starts with this number and counts on is found."""
     found = answers.propose(caller, [first, first + 1], 1)
     assert found is None or found.tokens == (first + 2,)
     return found is not None
@@ -85,18 +85,18 @@ def test_callers_that_were_idle_longest_are_forgotten_first() -> None:
     answers = kept(max_callers=2)
     answers.add("a", [10, 11, 12])
     answers.add("b", [20, 21, 22])
-    assert finds(answers, "a", 10), "which is not idle"
+    assert finds(answers, "a", 10), "a is active now"
     answers.add("c", [30, 31, 32])
     assert [finds(answers, caller, first) for caller, first in (("a", 10), ("b", 20), ("c", 30))] == [True, False, True]
     assert answers.bytes == 2 * 2**16 * 36
 
 
-def test_answers_of_a_caller_that_stays_away_go_when_others_come() -> None:
+def test_expired_answers_of_inactive_callers_go_when_others_come() -> None:
     clock = Clock()
     answers = kept(clock, max_age_seconds=60)
     answers.add("a", [10, 11, 12])
     answers.add("b", [20, 21, 22])
     clock.now = 61
     answers.add("c", [30, 31, 32])
-    assert answers.bytes == 2**16 * 36, "those of one caller"
+    assert answers.bytes == 2**16 * 36, "of one caller"
     assert finds(answers, "c", 30)

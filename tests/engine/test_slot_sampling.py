@@ -1,4 +1,4 @@
-"""Sampling by slots is the law of the engine: the tokens of the oracle's `choose`, without a question to the device."""
+"""Sampling by slots gives the tokens of the oracle's `choose`, without the host reading anything from the device."""
 
 import random
 from collections import Counter
@@ -74,7 +74,7 @@ def random_sequence(chance: random.Random, size: int, key: int) -> SequenceState
 
 @dataclass
 class Batch:
-    """Requests in slots, with what a step knows of them."""
+    """Requests in slots, with a step's inputs."""
 
     sampling: SlotSampling
     seqs: list[SequenceState]
@@ -98,7 +98,7 @@ class Batch:
         return self.sampling.choose(inputs[0], inputs[1], inputs[2], inputs[3], needs, mask_NV).cpu()
 
     def expected(self, mask_NV: Tensor | None = None) -> Tensor:
-        """What the oracle says."""
+        """Tokens by the oracle."""
         depth = self.drafts_RK.shape[1]
         wanted = [
             sampling_metadata(seq, drafts[:q])
@@ -113,7 +113,7 @@ class Batch:
 def random_batch(
     seed: int, rows: int = 8, size: int = 97, depth: int | None = None, device: torch.device = CPU
 ) -> Batch:
-    """Mixed requests in random slots, some of which had other owners before."""
+    """Mixed requests in random slots that have had other requests before."""
     chance = random.Random(seed)
     sampling = SlotSampling(rows + 3, size, device)
     slots = chance.sample(range(rows + 3), rows)
@@ -128,16 +128,16 @@ def random_batch(
 
 
 @each("seed", range(40))
-def test_mixed_batches_choose_as_the_law_does(seed: int) -> None:
+def test_mixed_batches_choose_as_the_oracle_does(seed: int) -> None:
     batch = random_batch(seed, size=random.Random(seed).choice([41, 97, 700]))
     before = batch.logits_NV.clone()
     expected = batch.expected()
     assert torch.equal(batch.choose(), expected)
-    assert torch.equal(batch.choose(EVERYTHING | batch.sampling.needs(batch.seqs)), expected), "needs may be more"
+    assert torch.equal(batch.choose(EVERYTHING | batch.sampling.needs(batch.seqs)), expected), "needs may be larger"
     assert torch.equal(batch.logits_NV, before), "the raw logits are left as they were"
 
 
-def test_large_vocabularies_and_batches_in_portions_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabularies_and_batches_in_parts_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(3, rows=5, size=5000, depth=2)
     expected = batch.expected()
     assert torch.equal(batch.choose(), expected)
@@ -145,7 +145,7 @@ def test_large_vocabularies_and_batches_in_portions_choose_the_same(monkeypatch:
     assert torch.equal(batch.choose(), expected)
 
 
-def test_padding_rows_disturb_nobody() -> None:
+def test_padding_rows_do_not_affect_others() -> None:
     batch = random_batch(5, depth=1)
     needs, chosen = batch.sampling.needs(batch.seqs), batch.choose()
     dummy = torch.tensor([11, 11])
@@ -161,10 +161,10 @@ def test_padding_rows_disturb_nobody() -> None:
     assert torch.equal(batch.choose(), chosen)
 
 
-def test_a_mask_of_the_host_is_heeded() -> None:
+def test_masks_of_the_host_are_applied() -> None:
     batch = random_batch(7)
     mask_NV = torch.rand(batch.logits_NV.shape, generator=torch.Generator().manual_seed(0)) < 0.5
-    for row, seq in enumerate(batch.seqs):  # something must be left
+    for row, seq in enumerate(batch.seqs):  # leave some token
         for token in seq.request.sampling.allowed_tokens or ():
             mask_NV.view(len(batch.seqs), -1, 97)[row, :, token] = True
     assert torch.equal(batch.choose(mask_NV=mask_NV), batch.expected(mask_NV))
@@ -181,7 +181,7 @@ NO_DRAFTS = torch.empty(1, 0, dtype=torch.int64)
 
 @each("seed", range(6))
 def test_rounds_of_drafts_and_acceptance_count_tokens_as_the_host_does(seed: int) -> None:
-    """Steps one after another, without a word from the host between: each is what the host would have said."""
+    """Several steps without input from the host: each gives what the host would have computed."""
     batch = random_batch(seed, depth=3)
     chance = random.Random(seed)
     for step in range(5):
@@ -211,7 +211,7 @@ def test_without_drafts_nothing_is_accepted() -> None:
     assert accepted_drafts(token_RQ, drafts_RK, torch.zeros(2, dtype=torch.int64)).tolist() == [0, 0]
 
 
-def test_a_request_that_comes_back_is_counted_by_its_tokens() -> None:
+def test_a_readmitted_request_is_counted_by_its_tokens() -> None:
     batch = random_batch(11)
     batch.choose()
     moved = list(reversed(batch.slots))
@@ -223,7 +223,7 @@ def test_a_request_that_comes_back_is_counted_by_its_tokens() -> None:
     assert torch.equal(batch.choose(), batch.expected())
 
 
-def test_options_are_read_at_once_and_sent_when_told() -> None:
+def test_options_are_read_at_once_and_written_when_sent() -> None:
     sampling = SlotSampling(1, 4, CPU)
     logits, zero = torch.tensor([[4.0, 3, 2, 1]]), torch.zeros(1, dtype=torch.int64)
 
@@ -237,12 +237,12 @@ def test_options_are_read_at_once_and_sent_when_told() -> None:
     sends[0]()
     assert int(sampling.choose(logits, zero, zero, NO_DRAFTS, sampling.needs([first]))) == 3
     sends[1]()
-    assert int(sampling.choose(logits, zero, zero, NO_DRAFTS, Needs(biased=True))) == 0, "the last owner's bias is gone"
+    assert int(sampling.choose(logits, zero, zero, NO_DRAFTS, Needs(biased=True))) == 0, "no bias is left in the slot"
     assert sampling.needs([second]) == Needs()
 
 
 @each("seed", range(6))
-def test_drafts_are_drawn_as_the_law_draws_them(seed: int) -> None:
+def test_drafts_are_drawn_as_by_the_oracle(seed: int) -> None:
     batch = random_batch(seed, depth=0, size=300)
     token_W = torch.randperm(300, generator=torch.Generator().manual_seed(seed))[:120].sort().values
     q_logits_RW = batch.logits_NV[:, :120]
@@ -264,7 +264,7 @@ def asked(**options: Any) -> Needs:
     return sampling.needs([seq])
 
 
-def test_what_nobody_asks_for_is_not_needed() -> None:
+def test_needs_are_what_requests_use() -> None:
     assert asked() == asked(top_k=5, top_p=0.5, min_p=0.1) == Needs()
     assert Needs().greedy
     assert asked(temperature=1.0) == Needs(sampled=True)
@@ -284,7 +284,7 @@ def test_what_nobody_asks_for_is_not_needed() -> None:
     )
 
 
-def test_stop_tokens_are_minded_until_there_are_enough_tokens() -> None:
+def test_stop_tokens_matter_until_the_minimum_length() -> None:
     request = Request(
         prompt=(1,),
         sampling=Sampling(),
@@ -321,7 +321,7 @@ def test_logprobs_of_tensors_are_those_of_each_row_alone() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what becomes kernels: every operation but views."""
+    """Counts operations that launch kernels: all but views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def shaping_owner() -> SequenceState:
 
 @each("needs", NEEDS.values())
 def test_nothing_is_read_on_the_host(needs: Needs) -> None:
-    """Tensors of the meta device have no numbers: whatever asked for one, or for a shape that depends on one, fails."""
+    """Tensors of the meta device have no values: reading one, or a shape that depends on one, fails."""
     meta = torch.device("meta")
     sampling = SlotSampling(4, 97, meta)
     sampling.admit([0], [shaping_owner()])()

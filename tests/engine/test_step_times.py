@@ -1,4 +1,4 @@
-"""Whole steps are timed, and what was not timed is told by a rehearsal or by its neighbours."""
+"""Whole steps are timed; untimed ones are estimated from a rehearsal or from their neighbours."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def timed(rehearsed: dict[tuple[int, int], float], *steps: tuple[int, int, float
 LINES = {(1, 0): 1.0, (1, 1): 1.4, (1, 3): 2.0, (16, 0): 2.0, (16, 1): 3.0, (16, 3): 5.0}
 
 
-def test_nothing_is_known_of_what_nobody_timed() -> None:
+def test_without_times_there_is_no_estimate() -> None:
     assert StepTimes().at(1, 0) is None
     assert timed({}, (1, 0, 1.0)).at(1, 2) is None, "no draft was timed"
 
@@ -32,29 +32,29 @@ def test_between_rehearsed_rows_and_depths_time_is_linear() -> None:
     assert times.at(31, 0) == pytest.approx(3.0)
 
 
-def test_what_plain_steps_take_more_than_rehearsed_others_take_too() -> None:
+def test_delays_of_plain_steps_against_the_rehearsal_apply_to_others_too() -> None:
     times = timed(LINES, (1, 0, 1.3), (16, 0, 3.0))
     assert times.at(1, 3) == pytest.approx(2.3)
     assert times.at(16, 3) == pytest.approx(6.0)
-    assert times.at(8, 0) == pytest.approx(1 + 7 / 15 + 0.3 + 0.7 * 7 / 15), "lateness of rows between lies between"
+    assert times.at(8, 0) == pytest.approx(1 + 7 / 15 + 0.3 + 0.7 * 7 / 15), "delays are interpolated between rows"
 
 
-def test_a_rehearsal_on_a_busy_machine_is_mended_by_larger_steps_and_by_the_first_plain_one() -> None:
+def test_a_rehearsal_on_a_busy_machine_is_corrected_by_larger_steps_and_by_the_first_plain_one() -> None:
     late = timed(LINES | {(1, 0): 9.0, (1, 1): 7.0})
-    assert late.at(1, 0) == late.at(1, 1) == 2.0, "three deep took no longer"
+    assert late.at(1, 0) == late.at(1, 1) == 2.0, "a depth of 3 took no longer"
     late = timed({key: 4 * seconds for key, seconds in LINES.items()})
     late.observe(1, 0, 1.0)
     assert late.at(1, 0) == 1.0, "a step may be late, but never early"
-    assert late.at(1, 3) == pytest.approx(2.0), "all was late alike"
+    assert late.at(1, 3) == pytest.approx(2.0), "all steps were equally late"
 
 
-def test_an_estimate_keeps_the_order_of_what_was_measured() -> None:
+def test_an_estimate_keeps_the_order_of_measured_times() -> None:
     times = timed(LINES, (1, 1, 3.0))
-    assert times.at(1, 3) == 3.0, "no less than a shallower draft took: then the host sets the pace"
+    assert times.at(1, 3) == 3.0, "at least the time of a shallower draft"
     assert timed(LINES, (1, 3, 1.2)).at(1, 1) == 1.2
 
 
-def test_late_steps_do_not_count_and_early_ones_show_that_times_have_fallen() -> None:
+def test_late_steps_do_not_count_and_early_ones_show_that_steps_became_faster() -> None:
     times = timed(LINES)
     for number in range(2 * WINDOW):
         times.observe(1, 0, 9.0 if number % 3 == 0 else 1.1)
@@ -63,10 +63,10 @@ def test_late_steps_do_not_count_and_early_ones_show_that_times_have_fallen() ->
     assert times.at(1, 0) == 0.5
     for _ in range(2):
         times.observe(1, 0, 0.9)
-    assert times.at(1, 0) == 0.9, "a single step that was read too short is soon outvoted"
+    assert times.at(1, 0) == 0.9, "a single early outlier is soon outvoted"
 
 
-def test_one_time_alone_is_no_measure_behind_a_rehearsal() -> None:
+def test_a_single_time_does_not_replace_a_rehearsal() -> None:
     times = timed(LINES)
     times.observe(1, 1, 30.0)
     assert times.at(1, 1) == pytest.approx(1.4)
@@ -76,10 +76,10 @@ def test_without_a_rehearsal_two_depths_make_a_line() -> None:
     times = timed({}, (4, 0, 1.0), (4, 2, 1.6))
     assert times.at(4, 1) == pytest.approx(1.3)
     assert times.at(4, 4) == pytest.approx(2.2)
-    assert timed({}, (4, 0, 1.0), (8, 0, 1.5), (4, 2, 1.6)).at(8, 2) == pytest.approx(2.4), "in parts of plain steps"
+    assert timed({}, (4, 0, 1.0), (8, 0, 1.5), (4, 2, 1.6)).at(8, 2) == pytest.approx(2.4), "relative to plain steps"
 
 
-def test_drafts_that_were_not_made_for_long_are_forgotten() -> None:
+def test_times_of_drafts_that_are_not_used_are_dropped() -> None:
     times = timed(LINES, (1, 3, 9.0))
     for _ in range(2000):
         times.observe(1, 0, 1.0)

@@ -1,16 +1,20 @@
-"""Suffix drafts change when a token is computed, never which it is; nobody's text is drafted for anybody else."""
+"""Suffix drafts change when a token is computed, never which one; no text is drafted for another caller."""
 
 from copy import deepcopy
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
-from engine.test_engine import OFF, at_depth, options, request, run
+from each import each
+from engine.common import AUTO, OFF, Prompts, at_depth, options, request, requests, run, tokens_of
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.request import FinishReason, SequenceState, Speculation
+from eyas.engine.output import OutputDelta
+from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.errors import UserError
@@ -21,7 +25,6 @@ from tiny import language
 
 SUFFIX = Speculation(method="suffix")
 FORCED = Speculation(mode="fixed", depth=6, method="suffix")
-AUTO = Speculation()
 
 
 def with_suffix(**changes: Any) -> EngineConfig:
@@ -30,7 +33,7 @@ def with_suffix(**changes: Any) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def quoting() -> list[tuple[int, ...]]:
+def quoting() -> Prompts:
     """Prompts that repeat themselves, so that there is something to copy."""
     rows = language(8, 20, torch.Generator().manual_seed(5)).tolist()
     return [(*row, *row[: 4 + number], *row) for number, row in enumerate(rows)]
@@ -49,24 +52,22 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("speculation", [SUFFIX, FORCED, AUTO], ids=["suffix", "forced", "auto"])
+@each("changes", SAMPLINGS.values())
+@each("speculation", [SUFFIX, FORCED, AUTO])
 @pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside a drafter"])
 def test_answers_with_suffix_drafts_are_those_without(
     target: Target,
     tiny_drafter: Drafter,
-    quoting: list[tuple[int, ...]],
+    quoting: Prompts,
     changes: dict[str, Any],
     speculation: Speculation,
     drafter: bool,
 ) -> None:
     made = tiny_drafter if drafter else None
-    wanted = [request(prompt, max_new_tokens=40, speculation=OFF, **changes) for prompt in quoting]
-    expected = run(Engine(target, made, config=with_suffix(suffix=None)), wanted)
+    asked = requests(quoting, max_new_tokens=40, speculation=OFF, **changes)
+    expected = run(Engine(target, made, config=with_suffix(suffix=None)), asked)
     engine = Engine(target, made, config=with_suffix())
-    answers = run(
-        engine, [request(one.prompt, max_new_tokens=40, speculation=speculation, **changes) for one in wanted]
-    )
+    answers = run(engine, [replace(one, speculation=speculation) for one in asked])
     for answer, plain in zip(answers, expected, strict=True):
         assert (answer.tokens, answer.text, answer.finished) == (plain.tokens, plain.text, plain.finished)
         if answer.logprobs is not None and plain.logprobs is not None:
@@ -76,77 +77,67 @@ def test_answers_with_suffix_drafts_are_those_without(
         assert engine.stats.suffix_accepted > 0
 
 
-def test_every_accepted_token_has_a_source(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
-) -> None:
+def test_every_accepted_token_has_a_source(target: Target, tiny_drafter: Drafter, quoting: Prompts) -> None:
     engine = Engine(target, tiny_drafter, config=with_suffix())
-    for prompt in quoting:
-        engine.submit(request(prompt, max_new_tokens=40))
     cut = accepted = suffix = 0
     sources: list[str] = []
-    while engine.busy:
-        for piece in engine.step():
-            assert len(piece.sources) == len(piece.tokens)
-            sources += piece.sources
-            accepted += piece.accepted
-            suffix += piece.suffix_accepted
-            cut += piece.accepted - (len(piece.sources) - piece.sources.count("target"))
+    for delta in deltas_of(engine, requests(quoting, max_new_tokens=40)):
+        assert len(delta.sources) == len(delta.tokens)
+        sources += delta.sources
+        accepted += delta.accepted
+        suffix += delta.suffix_accepted
+        cut += delta.accepted - (len(delta.sources) - delta.sources.count("target"))
     assert engine.stats.accepted == accepted > engine.stats.suffix_accepted == suffix > 0
-    # What the end of an answer cut off has no token to tell of.
+    # Accepted drafts behind the end of an answer have no token.
     assert len(sources) - sources.count("target") == accepted - cut
     assert suffix - cut <= sources.count("suffix") <= suffix
 
 
-def test_another_key_never_gets_drafts_from_what_was_said_to_one(
-    target: Target, quoting: list[tuple[int, ...]]
-) -> None:
-    """Whoever asks the same again under the same salt has the answer drafted; under another salt nothing is found."""
-    fresh = tuple(language(1, 9, torch.Generator().manual_seed(77))[0].tolist())
+def deltas_of(engine: Engine, asked: list[Request]) -> list[OutputDelta]:
+    """All deltas of requests that are answered together."""
+    deltas: list[OutputDelta] = []
+    engine.generate(asked, on_piece=deltas.append)
+    return deltas
 
-    def drafted(engine: Engine, salt: str | None) -> int:
-        before = engine.stats.suffix_drafted
-        run(engine, [request(fresh, max_new_tokens=12, speculation=FORCED, cache_salt=salt)])
-        return engine.stats.suffix_drafted - before
 
+def drafted(engine: Engine, salt: str | None = None) -> int:
+    """How many suffix drafts one new request causes."""
+    fresh, before = language(1, 9, torch.Generator().manual_seed(77))[0].tolist(), engine.stats.suffix_drafted
+    run(engine, [request(fresh, max_new_tokens=12, speculation=FORCED, cache_salt=salt)])
+    return engine.stats.suffix_drafted - before
+
+
+def test_answers_are_drafted_for_their_own_caller_only(target: Target) -> None:
     alone = drafted(Engine(target, None, config=with_suffix()), "b")
     engine = Engine(target, None, config=with_suffix())
     assert drafted(engine, "a") == alone
-    assert drafted(engine, "a") > alone, "the same caller has it drafted"
-    assert drafted(engine, "b") == alone, "another does not"
-    assert drafted(engine, None) == alone, "nor does one without a key"
+    assert drafted(engine, "a") > alone, "repeated by the same caller"
+    assert drafted(engine, "b") == alone, "by another caller"
+    assert drafted(engine, None) == alone, "by one without a key"
 
 
-def test_without_kept_answers_a_request_knows_its_own_text_alone(target: Target) -> None:
-    fresh = tuple(language(1, 9, torch.Generator().manual_seed(77))[0].tolist())
+def test_without_kept_answers_a_request_knows_its_own_text_only(target: Target) -> None:
     engine = Engine(target, None, config=with_suffix(suffix=SuffixConfig(max_cached_requests=0, max_spec_factor=4.0)))
-    counts = []
-    for _ in range(2):
-        before = engine.stats.suffix_drafted
-        run(engine, [request(fresh, max_new_tokens=12, speculation=FORCED)])
-        counts.append(engine.stats.suffix_drafted - before)
-    assert counts[0] == counts[1]
+    assert drafted(engine) == drafted(engine)
     assert engine._suffix is not None
     assert engine._suffix.bytes == 0
 
 
-def test_rejected_drafts_never_enter_an_index(target: Target, quoting: list[tuple[int, ...]]) -> None:
-    """What is kept of a caller's answers is what was answered, token by token, and nothing more."""
+def test_rejected_drafts_never_enter_an_index(target: Target, quoting: Prompts) -> None:
+    """The texts kept of a caller's answers are exactly the answers."""
     engine = Engine(target, None, config=with_suffix())
     taken: list[list[int]] = []
     assert engine._suffix is not None
     add = engine._suffix.answers.add
     engine._suffix.answers.add = lambda caller, answer: (taken.append(list(answer)), add(caller, answer))[1]  # type: ignore[method-assign]
-    answers = run(engine, [request(prompt, max_new_tokens=30, speculation=FORCED) for prompt in quoting])
+    answers = run(engine, requests(quoting, max_new_tokens=30, speculation=FORCED))
     assert engine.stats.suffix_drafted > engine.stats.suffix_accepted, "some were rejected"
-    assert sorted(taken) == sorted(list(answer.tokens) for answer in answers)
+    assert sorted(taken) == sorted(map(list, tokens_of(answers)))
 
 
-def test_nothing_is_kept_of_requests_that_ended_but_their_answers(
-    target: Target, quoting: list[tuple[int, ...]]
-) -> None:
-    suffix = SuffixConfig(max_cached_requests=0)
-    engine = Engine(target, None, config=with_suffix(suffix=suffix))
-    keys = [engine.submit(request(prompt, max_new_tokens=30)) for prompt in quoting]
+def test_nothing_is_kept_of_finished_requests_but_their_answers(target: Target, quoting: Prompts) -> None:
+    engine = Engine(target, None, config=with_suffix(suffix=SuffixConfig(max_cached_requests=0)))
+    keys = [engine.submit(one) for one in requests(quoting, max_new_tokens=30)]
     for _ in range(5):
         engine.step()
     assert engine._suffix is not None
@@ -157,7 +148,7 @@ def test_nothing_is_kept_of_requests_that_ended_but_their_answers(
     assert engine._suffix.bytes == 0
 
 
-def test_what_cannot_be_drafted_is_refused(target: Target, tiny_drafter: Drafter) -> None:
+def test_speculation_that_the_engine_lacks_is_refused(target: Target, tiny_drafter: Drafter) -> None:
     without = Engine(target, None, config=options())
     with pytest.raises(UserError, match="suffix drafts were asked for"):
         without.submit(request((1, 2), speculation=SUFFIX))
@@ -169,15 +160,13 @@ def test_what_cannot_be_drafted_is_refused(target: Target, tiny_drafter: Drafter
     with pytest.raises(UserError, match="method 'ngram' is unknown"):
         Speculation(method="ngram")  # type: ignore[arg-type]
 
-
-def test_who_asks_for_a_depth_is_told_of_suffix_drafts_where_they_are_made(target: Target) -> None:
     with pytest.raises(UserError, match=r"depth 3 .* no drafter; load one or use mode auto, or use method suffix"):
         Engine(target, None, config=with_suffix()).submit(request((1, 2), speculation=at_depth(3)))
     with pytest.raises(UserError, match=r"depth 3 .* no drafter; load one or use mode auto$"):
-        Engine(target, None, config=options()).submit(request((1, 2), speculation=at_depth(3)))
+        without.submit(request((1, 2), speculation=at_depth(3)))
 
 
-@pytest.mark.parametrize("speculation", [AUTO, FORCED], ids=["auto", "forced"])
+@each("speculation", [AUTO, FORCED])
 def test_nothing_is_kept_of_a_request_that_was_refused(target: Target, speculation: Speculation) -> None:
     engine = Engine(target, None, config=with_suffix(max_model_len=16))
     with pytest.raises(UserError, match="shorten it"):
@@ -188,10 +177,10 @@ def test_nothing_is_kept_of_a_request_that_was_refused(target: Target, speculati
 
 
 TOO_LARGE = 10**400
-"""For a float."""
+"""Too large for a float."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "words"),
     [
         ({"max_tree_depth": 1}, "max_tree_depth is 1; .* from 2 to 48"),
@@ -210,14 +199,12 @@ TOO_LARGE = 10**400
         ({"max_age_seconds": True}, "max_age_seconds is True"),
     ],
 )
-def test_bounds_that_no_step_could_keep_to_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_bounds_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         SuffixConfig(**changes)
 
 
-def test_numbers_that_are_large_or_without_end_are_bounds_like_others(
-    target: Target, quoting: list[tuple[int, ...]]
-) -> None:
+def test_very_large_and_infinite_bounds_are_accepted(target: Target, quoting: Prompts) -> None:
     for large in (10**308, float("inf")):
         suffix = SuffixConfig(max_spec_factor=large, max_age_seconds=large, max_cached_requests=TOO_LARGE)
         engine = Engine(target, None, config=with_suffix(suffix=suffix))
@@ -226,30 +213,23 @@ def test_numbers_that_are_large_or_without_end_are_bounds_like_others(
         assert engine.stats.suffix_accepted > 0
 
 
-def test_suffix_drafts_are_turned_on_by_how_they_are_made_alone() -> None:
+def test_suffix_drafts_are_turned_on_by_a_config_only() -> None:
     with pytest.raises(UserError, match=r"suffix is True; give SuffixConfig"):
         EngineConfig(suffix=True)  # type: ignore[arg-type]
 
 
-def test_a_swap_keeps_texts_and_answers(target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]) -> None:
-    wanted = [request(prompt, max_new_tokens=40, speculation=FORCED) for prompt in quoting]
-    expected = run(Engine(target, None, config=with_suffix()), wanted)
-    engine = Engine(target, tiny_drafter, config=with_suffix())
-    keys = [engine.submit(one) for one in wanted]
-    tokens: dict[int, list[int]] = {key: [] for key in keys}
-    for number in range(1000):
-        for piece in engine.step():
-            tokens[piece.key] += piece.tokens
-        if number == 8:
-            engine.swap_drafter(None)
-        if not engine.busy:
-            break
-    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
+def test_a_swap_keeps_texts_and_answers(target: Target, tiny_drafter: Drafter, quoting: Prompts) -> None:
+    asked = requests(quoting, max_new_tokens=40, speculation=FORCED)
+    expected = run(Engine(target, None, config=with_suffix()), asked)
+    engine, steps = Engine(target, tiny_drafter, config=with_suffix()), count()
+    answers = run(engine, asked, after_step=lambda: engine.swap_drafter(None) if next(steps) == 8 else None)
+    assert next(steps) > 9
+    assert tokens_of(answers) == tokens_of(expected)
     assert {answer.finished for answer in expected} == {FinishReason.LENGTH}
 
 
-def test_a_swap_in_place_keeps_who_has_drafts_of_a_fixed_depth(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+def test_a_swap_in_place_keeps_requests_with_suffix_drafts_of_a_fixed_depth(
+    target: Target, tiny_drafter: Drafter, quoting: Prompts
 ) -> None:
     engine = Engine(target, tiny_drafter, config=with_suffix())
     key = engine.submit(request(quoting[0], max_new_tokens=30, speculation=FORCED))
@@ -263,7 +243,7 @@ def test_a_swap_in_place_keeps_who_has_drafts_of_a_fixed_depth(
     assert not engine._suffix._seqs
 
 
-def test_a_long_prompt_is_taken_in_portions_and_drafts_begin_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_indexed_in_portions_and_drafted_for_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix_index, "PORTION", 9)
     monkeypatch.setattr(suffix_index, "PLAIN_PORTION", 9)
     drafts = SuffixDrafts(SuffixConfig(), lambda: 0.0)
@@ -272,9 +252,3 @@ def test_a_long_prompt_is_taken_in_portions_and_drafts_begin_behind_the_last(mon
     assert [offer is None for offer in offers] == [True, True, True, True, False, False]
     assert offers[-1] is not None
     assert offers[-1].tokens == (0, 1, 2, 3)
-
-
-def test_drafts_may_be_as_many_as_there_are(target: Target, quoting: list[tuple[int, ...]]) -> None:
-    engine = Engine(target, None, config=with_suffix(suffix=SuffixConfig(max_spec_factor=float("inf"))))
-    run(engine, [request(quoting[0], max_new_tokens=30, speculation=FORCED)])
-    assert engine.stats.suffix_drafted > 0

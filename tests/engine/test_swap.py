@@ -1,17 +1,18 @@
-"""Another drafter between two steps: no request is lost, no token changes, and a refused one leaves all as it was."""
+"""Swapping the drafter between steps: no request is lost, no token changes, and a refused swap changes nothing."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from each import each
+from engine.common import OFF, Prompts, at_depth, options, request, run, tokens_of
 from engine.round_engines import graphs_of, round_engine
-from engine.test_engine import OFF, at_depth, options, request
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache import cache
@@ -26,14 +27,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Target) -> Target:
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
-    return replace(tiny_target, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
 def other() -> Drafter:
-    """A drafter of other layers, other blocks and no use."""
+    """A drafter with other layers and other blocks that is never right."""
     return random_drafter(drafter_config(fc_norm=False, norm_output=False, aux_layer_ids=(0, 1, 2)))
 
 
@@ -52,37 +47,35 @@ def asked() -> list[Request]:
     ]
 
 
-def run_with_swaps(engine: Engine, asked: list[Request], swaps: dict[int, Drafter | None]) -> list[tuple[int, ...]]:
-    """Answers, with another drafter before steps of these numbers."""
-    keys = [engine.submit(one) for one in asked]
-    tokens: dict[int, list[int]] = {key: [] for key in keys}
-    step = 0
-    while engine.busy:
-        if step in swaps:
-            engine.swap_drafter(swaps[step])
+def run_with_swaps(engine: Engine, asked: list[Request], swaps: dict[int, Drafter | None]) -> Prompts:
+    """Answers, with another drafter after steps of these numbers."""
+    steps, last = count(1), 0
+
+    def swap() -> None:
+        nonlocal last
+        last = next(steps)
+        if last in swaps:
+            engine.swap_drafter(swaps[last])
             engine.scheduler.check()
-        for piece in engine.step():
-            tokens[piece.key] += piece.tokens
-        engine.scheduler.check()
-        step += 1
-    assert step > max(swaps, default=0), "the last swap came while there was work"
-    assert engine.block_manager.used == 0
-    return [tuple(tokens[key]) for key in keys]
+
+    answers = run(engine, asked, after_step=swap)
+    assert last > max(swaps, default=0), "the last swap came while there was work"
+    return tokens_of(answers)
 
 
 @pytest.fixture(scope="module")
-def expected(target: Target, asked: list[Request]) -> list[tuple[int, ...]]:
+def expected(target: Target, asked: list[Request]) -> Prompts:
     return run_with_swaps(Engine(target, config=options()), [replace(one, speculation=OFF) for one in asked], {})
 
 
-@pytest.mark.parametrize("tree", [None, Tree(depth=3, width=2, budget=6)], ids=["chains", "trees"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_requests_under_way_go_on_as_if_nothing_had_happened(
+@each("tree", [None, Tree(depth=3, width=2, budget=6)])
+@each("prefix_cache", [True, False])
+def test_requests_under_way_continue_as_if_nothing_had_happened(
     target: Target,
     tiny_drafter: Drafter,
     other: Drafter,
     asked: list[Request],
-    expected: list[tuple[int, ...]],
+    expected: Prompts,
     tree: Tree | None,
     prefix_cache: bool,
 ) -> None:
@@ -90,12 +83,12 @@ def test_requests_under_way_go_on_as_if_nothing_had_happened(
     swaps = {2: other, 4: None, 6: tiny_drafter, 7: other, 9: tiny_drafter}
     assert run_with_swaps(engine, asked, swaps) == expected
     before = engine.stats.accepted
-    assert run_with_swaps(engine, asked, {}) == expected, "what the cache holds is right for the new drafter"
+    assert run_with_swaps(engine, asked, {}) == expected, "cached prefixes are right for the new drafter"
     assert engine.stats.accepted > before
 
 
-def test_recorded_steps_are_made_anew(
-    target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request], expected: list[tuple[int, ...]]
+def test_graphs_are_captured_again(
+    target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request], expected: Prompts
 ) -> None:
     engine = round_engine(target, tiny_drafter, options())
     assert run_with_swaps(engine, asked, {3: other, 6: None, 9: tiny_drafter}) == expected
@@ -104,46 +97,37 @@ def test_recorded_steps_are_made_anew(
     engine.swap_drafter(other)
     assert graphs_of(engine) is not first
     assert len(graphs_of(engine)) == 0
-
-
-def test_what_was_captured_ahead_is_captured_for_the_next_drafter(
-    target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request], expected: list[tuple[int, ...]]
-) -> None:
+    del first
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=4))
     ahead = engine.capture_graphs()
-    first, before = weakref.ref(graphs_of(engine)), engine.controller.costs
+    freed, before = weakref.ref(graphs_of(engine)), engine.controller.costs
     engine.swap_drafter(other)
-    assert first() is None, "the old graphs have made room"
-    assert len(graphs_of(engine)) == ahead
+    assert freed() is None, "the old graphs are freed"
+    assert len(graphs_of(engine)) == ahead, "what was captured ahead is captured ahead again"
     costs = engine.controller.costs
     assert costs is not before
     assert all(costs.at(1, depth) for depth in engine.core.runner.shapes.depths), "and steps are timed"
-    assert run_with_swaps(engine, asked, {3: tiny_drafter, 6: other}) == expected, "while requests wait, too"
+    assert run_with_swaps(engine, asked, {3: tiny_drafter, 6: other}) == expected, "also while requests wait"
     assert len(graphs_of(engine)) >= ahead
     engine.swap_drafter(None)
     assert 0 < len(graphs_of(engine)) < ahead
 
 
-def test_what_was_rehearsed_on_a_processor_is_rehearsed_again(
-    target: Target, tiny_drafter: Drafter, other: Drafter
+def test_a_cpu_rehearses_again_and_acceptance_is_learned_again(
+    target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]
 ) -> None:
     engine = Engine(target, tiny_drafter, config=options(capture_ahead=True))
     engine.swap_drafter(other)
     assert engine.controller.costs.at(1, 1) is not None
     engine = Engine(target, tiny_drafter, config=options())
-    engine.swap_drafter(other)
-    assert engine.controller.costs.at(1, 1) is None, "nor without being asked"
-
-
-def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]) -> None:
-    engine = Engine(target, tiny_drafter, config=options())
     run_with_swaps(engine, asked, {})
     assert engine.controller.report()["rounds"] > 0
     engine.swap_drafter(other)
     assert engine.controller.report()["rounds"] == 0
+    assert engine.controller.costs.at(1, 1) is None, "no rehearsal unless requested"
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "reason"),
     [
         (lambda: random_drafter(drafter_config(vocab_size=200)), "vocab_size is 200"),
@@ -153,12 +137,7 @@ def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other:
     ],
 )
 def test_a_drafter_that_does_not_fit_changes_nothing(
-    target: Target,
-    tiny_drafter: Drafter,
-    asked: list[Request],
-    expected: list[tuple[int, ...]],
-    wrong: Any,
-    reason: str,
+    target: Target, tiny_drafter: Drafter, asked: list[Request], expected: Prompts, wrong: Any, reason: str
 ) -> None:
     engine = Engine(target, tiny_drafter, config=options())
     kept = engine.proposer, engine.controller

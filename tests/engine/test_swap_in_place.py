@@ -1,4 +1,4 @@
-"""A drafter of the same shape has its weights copied into place: nobody starts again, nothing is captured again, no
+"""Weights of a drafter of the same shape are copied into place: no request starts again, nothing is captured again, no
 token changes, and from then on drafts are the new drafter's."""
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from each import each
+from engine.common import AUTO, OFF, Prompts, at_depth, options, request, run
 from engine.noted_drafts import note_drafts
 from engine.round_engines import Uncaptured, round_engine
-from engine.test_engine import OFF, at_depth, options, request, run
 from engine.test_quantised_target import quantised
 from eyas.drafter.recorded_acceptance import RecordedAcceptance
 from eyas.engine.engine import Engine
@@ -24,8 +25,9 @@ from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, load_quantised, quantise, replace_by_blocks
+from eyas.kernels.linear.quantised_linear import load_quantised, quantise, replace_by_blocks
 from eyas.sampling import Sampling
 from eyas.train.init import set_vocabulary
 from tiny import VOCAB, drafter_config, eagle1_config, language, random_drafter
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
     from eyas.target.model import Target
 
 KINDS = ("module", "torch", "packed", "halved", "int8")
-"""How a drafter is computed: by its own code, in joined products, in C with float32 and with bfloat16 panels, in C with
-8-bit weights beside a quantised target."""
+"""How a drafter is computed: by its module, in joined products by torch, in C with float32 and with bfloat16 panels, in
+C with 8-bit weights beside a quantised target."""
 TREE = Tree(depth=3, width=2, budget=6)
 
 
 class Way:
-    """A target, and drafters of one shape for it, computed one way; every drafter comes with tensors of its own."""
+    """A target and drafters of one shape, computed one way. Every drafter has tensors of its own."""
 
     def __init__(self, kind: str, target: Target, trained: Drafter) -> None:
         self.kind, self.trained, self.kernel = kind, trained, None
@@ -53,7 +55,7 @@ class Way:
         self.target = target
 
     def drafter(self, noise: float = 0.0) -> Drafter:
-        """The trained one, or with noise one that drafts less well."""
+        """The trained drafter, or with noise one that drafts less well."""
         made, generator = deepcopy(self.trained).to(self.target.device), torch.Generator().manual_seed(9)
         made.embed_tokens = None
         for weight in made.parameters():
@@ -84,7 +86,7 @@ def packed(target: Target, tiny_drafter: Drafter) -> Way:
 def asked(count: int = 8, *, speculation: Speculation | None = None) -> list[Request]:
     """Greedy and sampled requests, some of them drafted for."""
     rows = language(count, 40, torch.Generator().manual_seed(3)).tolist()
-    ways = [at_depth(3), Speculation(), OFF, at_depth(2)] if speculation is None else [speculation]
+    ways = [at_depth(3), AUTO, OFF, at_depth(2)] if speculation is None else [speculation]
     chance = Sampling(temperature=0.9, top_p=0.9)
     return [
         request(
@@ -98,8 +100,8 @@ def asked(count: int = 8, *, speculation: Speculation | None = None) -> list[Req
     ]
 
 
-def answers(engine: Engine, requests: list[Request], swaps: dict[int, Drafter] | None = None) -> list[tuple[int, ...]]:
-    """What requests are answered while weights change before steps of these numbers."""
+def answers(engine: Engine, requests: list[Request], swaps: dict[int, Drafter] | None = None) -> Prompts:
+    """Answers, while weights change before steps of these numbers."""
     keys, swaps = [engine.submit(one) for one in requests], dict(swaps or {})
     tokens: dict[int, list[int]] = {key: [] for key in keys}
     step = 0
@@ -112,12 +114,12 @@ def answers(engine: Engine, requests: list[Request], swaps: dict[int, Drafter] |
             engine.scheduler.check()
             left = [(seq.key, seq.stay, seq.slot, tuple(seq.blocks)) for seq in engine.scheduler.running]
             if not landing:
-                assert left == running, "nobody loses a place"
+                assert left == running, "no request loses its place"
             assert [one[:3] for one in left] == [one[:3] for one in running if one[0] in [key for key, *_ in left]]
         for seq in engine.scheduler.requests:
-            assert seq.preemptions == 0, "nobody starts again"
-        for piece in engine.step():
-            tokens[piece.key] += piece.tokens
+            assert seq.preemptions == 0, "no request starts again"
+        for delta in engine.step():
+            tokens[delta.key] += delta.tokens
         engine.scheduler.check()
         step += 1
     assert not swaps, "all swaps came while there was work"
@@ -126,17 +128,17 @@ def answers(engine: Engine, requests: list[Request], swaps: dict[int, Drafter] |
 
 
 def known_to_target(engine: Engine, requests: list[Request]) -> Engine:
-    """An engine whose target has read these requests, and whose drafter has not: so are those whose weights changed."""
+    """An engine whose target has read these requests and whose drafter has not, as after a change of weights."""
     answers(engine, [replace(one, speculation=OFF) for one in requests])
     return engine
 
 
-def plainly(target: Target, requests: list[Request]) -> list[tuple[int, ...]]:
+def plainly(target: Target, requests: list[Request]) -> Prompts:
     return answers(Engine(target, config=options()), [replace(one, speculation=OFF) for one in requests])
 
 
-def drafts_of(engine: Engine, requests: list[Request]) -> list[tuple[int, ...]]:
-    """All that is drafted for requests, in order."""
+def drafts_of(engine: Engine, requests: list[Request]) -> Prompts:
+    """All drafts for requests, in order."""
     made: list[tuple[int, ...]] = []
     end = note_drafts(engine, lambda drafted: made.append(drafted.drafts))
     run(engine, requests)
@@ -145,14 +147,14 @@ def drafts_of(engine: Engine, requests: list[Request]) -> list[tuple[int, ...]]:
     return made
 
 
-def accepted(engine: Engine, requests: list[Request]) -> list[tuple[int, ...]]:
+def accepted(engine: Engine, requests: list[Request]) -> Prompts:
     return [output.accepted for output in run(engine, requests)]
 
 
 # --- answers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
+@each("tree", [None, TREE])
 def test_answers_under_way_are_the_same_whatever_weights_come_and_go(way: Way, tree: Tree | None) -> None:
     engine = Engine(way.target, way.drafter(), config=options(tree=tree))
     requests = asked()
@@ -161,9 +163,9 @@ def test_answers_under_way_are_the_same_whatever_weights_come_and_go(way: Way, t
     assert engine.stats.accepted > 0
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
-@pytest.mark.parametrize("synchronous", [False, True], ids=["late", "synchronous"])
-def test_rounds_on_a_device_go_on_with_steps_in_flight_and_nothing_is_captured_again(
+@each("tree", [None, TREE])
+@each("synchronous", [False, True])
+def test_rounds_on_a_device_continue_and_nothing_is_captured_again(
     target: Target, tiny_drafter: Drafter, tree: Tree | None, synchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     way, requests, captured = Way("torch", target, tiny_drafter), asked(speculation=at_depth(3)), list[object]()
@@ -184,18 +186,18 @@ def test_rounds_on_a_device_go_on_with_steps_in_flight_and_nothing_is_captured_a
     assert answers(engine, requests, {5: way.drafter()}) == expected
     assert engine.core.runner.capture is graphs
     assert engine.core.runner.state is state
-    assert len(captured) == len(graphs), "none was captured a second time"
+    assert len(captured) == len(graphs), "none was captured twice"
     assert engine.stats.accepted > 0
 
 
-def test_what_was_captured_ahead_stays_and_is_planned_with(target: Target, tiny_drafter: Drafter) -> None:
-    way, requests = Way("torch", target, tiny_drafter), asked(4, speculation=Speculation())
+def test_graphs_captured_ahead_stay_and_are_planned_with(target: Target, tiny_drafter: Drafter) -> None:
+    way, requests = Way("torch", target, tiny_drafter), asked(4, speculation=AUTO)
     engine = round_engine(target, way.drafter(), options(max_num_seqs=4))
     ahead, costs = engine.capture_graphs(), engine.controller.costs
     shapes = engine.controller.shapes
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
     assert len(engine.core.runner.capture) == ahead
-    assert engine.controller.costs is costs, "what passes take is still known"
+    assert engine.controller.costs is costs, "times of passes are still known"
     assert engine.controller.shapes is shapes
     assert answers(engine, requests, {2: way.drafter()}) == plainly(target, requests)
 
@@ -203,7 +205,7 @@ def test_what_was_captured_ahead_stays_and_is_planned_with(target: Target, tiny_
 # --- drafts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
+@each("tree", [None, TREE])
 def test_new_requests_are_drafted_for_as_if_the_new_drafter_had_always_been_there(way: Way, tree: Tree | None) -> None:
     requests = asked(speculation=at_depth(3))
     old, new = (
@@ -212,11 +214,11 @@ def test_new_requests_are_drafted_for_as_if_the_new_drafter_had_always_been_ther
     )
     assert old != new
     engine = Engine(way.target, way.drafter(0.3), config=options(tree=tree))
-    answers(engine, requests)  # whose prefixes, read by the old weights, must not be found
+    answers(engine, requests)  # their prefixes, read with the old weights, must not be found
     answers(engine, requests, {3: way.drafter()})  # nor what was read of these
     assert drafts_of(engine, requests) == new
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
-    assert drafts_of(engine, requests) == old, "going back is the same"
+    assert drafts_of(engine, requests) == old, "going back gives the old drafts"
 
 
 def test_new_requests_on_a_device_are_too(target: Target, tiny_drafter: Drafter) -> None:
@@ -242,9 +244,9 @@ MORE_SHAPES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("config", MORE_SHAPES.values(), ids=MORE_SHAPES)
-def test_every_number_of_every_shape_is_the_new_ones(target: Target, config: Any, packs: bool) -> None:
+@each("packs", [False, True])
+@each("config", MORE_SHAPES.values())
+def test_every_weight_of_every_shape_is_the_new_one(target: Target, config: Any, packs: bool) -> None:
     def made(seed: int) -> Drafter:
         drafter = random_drafter(config, seed=seed)
         for weight in drafter.parameters():
@@ -271,7 +273,7 @@ def runner_of(engine: Engine) -> DrafterRunner:
 
 @torch.inference_mode()
 def computed(runner: DrafterRunner, config: Any) -> list[Tensor]:
-    """Some of what it computes."""
+    """Some of its results."""
     aux_NX = torch.randn(
         5, config.num_aux_hidden_states * config.target_hidden_size, generator=torch.Generator().manual_seed(1)
     )
@@ -289,7 +291,7 @@ def test_the_targets_own_tables_are_never_written(way: Way) -> None:
         return [table.clone() if isinstance(table, Tensor) else table.weight.clone() for table in tables]
 
     before, copied = bits(), deepcopy(way.drafter())
-    # A copy has tables of its own, which may be anything: the target's are what is drafted with.
+    # A copy has tables of its own, which may hold anything: the target's are used for drafting.
     assert copied.embed_tokens is not None
     if isinstance(copied.embed_tokens, QuantisedEmbedding):
         (table,) = copied.embed_tokens.table.packed()
@@ -303,10 +305,10 @@ def test_the_targets_own_tables_are_never_written(way: Way) -> None:
     assert drafts_of(engine, requests) == drafts_of(fresh, requests)
 
 
-# --- what is remembered ------------------------------------------------------------------------------------------
+# --- caches and estimates ----------------------------------------------------------------------------------------
 
 
-def test_prefixes_of_the_target_are_still_found_and_those_of_the_drafter_read_once_more(packed: Way) -> None:
+def test_prefixes_of_the_target_are_still_found_and_the_drafters_are_read_again(packed: Way) -> None:
     engine = Engine(packed.target, packed.drafter(0.3), config=options())
     followed = request(tuple(language(1, 40, torch.Generator().manual_seed(4))[0].tolist()), speculation=at_depth(3))
     alone = replace(followed, speculation=OFF)
@@ -316,7 +318,7 @@ def test_prefixes_of_the_target_are_still_found_and_those_of_the_drafter_read_on
     assert min(cached) > 30
 
 
-def test_what_was_read_of_requests_under_way_is_found_as_the_targets_alone(packed: Way) -> None:
+def test_what_was_read_of_requests_under_way_is_found_for_the_target_only(packed: Way) -> None:
     engine = Engine(packed.target, packed.drafter(0.3), config=options())
     prompt = tuple(language(1, 18, torch.Generator().manual_seed(4))[0].tolist())
     under_way = request(prompt, speculation=at_depth(3), max_new_tokens=40)
@@ -331,7 +333,7 @@ def test_what_was_read_of_requests_under_way_is_found_as_the_targets_alone(packe
     assert seq.num_cached_tokens > len(prompt) + 24
 
 
-def test_acceptance_is_learnt_anew_from_what_is_recorded_and_times_are_kept(packed: Way) -> None:
+def test_acceptance_starts_from_the_new_record_and_times_are_kept(packed: Way) -> None:
     engine = Engine(packed.target, packed.drafter(), config=options())
     run(engine, asked())
     assert engine.controller.report()["rounds"] > 0
@@ -344,17 +346,17 @@ def test_acceptance_is_learnt_anew_from_what_is_recorded_and_times_are_kept(pack
 
 
 def test_suffix_drafts_go_on_beside_it(packed: Way) -> None:
-    requests = asked(speculation=Speculation())
+    requests = asked(speculation=AUTO)
     expected = plainly(packed.target, requests)
     for build in (lambda *given: Engine(*given[:2], config=given[2]), round_engine):
         engine = build(packed.target, packed.drafter(), options(suffix=SuffixConfig()))
         assert answers(engine, requests, {3: packed.drafter(0.3), 6: packed.drafter()}) == expected
 
 
-# --- what cannot be copied ---------------------------------------------------------------------------------------
+# --- drafters that cannot be copied ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"fc_norm": False},
@@ -366,9 +368,8 @@ def test_suffix_drafts_go_on_beside_it(packed: Way) -> None:
         {"num_hidden_layers": 2},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ],
-    ids=lambda changes: next(iter(changes)),
 )
-def test_a_drafter_of_another_shape_takes_the_place_of_the_old_one(
+def test_a_drafter_of_another_shape_replaces_the_old_one(
     packed: Way, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = drafter_config(**{"fc_norm": True, "norm_output": True, **changes})
@@ -378,13 +379,13 @@ def test_a_drafter_of_another_shape_takes_the_place_of_the_old_one(
     before = deepcopy(old.model.state_dict())
     with caplog.at_level("INFO"):
         assert not engine.swap_drafter(other, in_place=True)
-    assert "replaced, not overwritten" in caplog.text
+    assert "not overwritten in place" in caplog.text
     assert runner_of(engine).model is other
     assert all(torch.equal(value, before[name]) for name, value in old.model.state_dict().items())
     assert answers(engine, requests) == plainly(packed.target, requests)
 
 
-def test_so_does_one_that_is_computed_otherwise(packed: Way, target: Target, tiny_drafter: Drafter) -> None:
+def test_so_does_one_that_is_computed_differently(packed: Way, target: Target, tiny_drafter: Drafter) -> None:
     for kind in ("torch", "halved"):
         other = Way(kind, target, tiny_drafter).drafter()
         assert not Engine(target, packed.drafter(), config=options()).swap_drafter(other, in_place=True)
@@ -392,8 +393,8 @@ def test_so_does_one_that_is_computed_otherwise(packed: Way, target: Target, tin
     assert not Engine(target, config=options()).swap_drafter(packed.drafter(), in_place=True)
 
 
-def test_who_wants_no_other_way_is_refused_and_nothing_changes(packed: Way) -> None:
-    """A drafter that learnt from traffic must not make requests start again."""
+def test_with_or_refuse_another_shape_is_refused_and_nothing_changes(packed: Way) -> None:
+    """A drafter that was trained on traffic must not make requests start again."""
     other = random_drafter(drafter_config(fc_norm=True, norm_output=False), own_embedding=False)
     other.share_target(*packed.target.tables())
     engine = Engine(packed.target, packed.drafter(), config=options())
@@ -406,7 +407,7 @@ def test_who_wants_no_other_way_is_refused_and_nothing_changes(packed: Way) -> N
         Engine(packed.target, config=options()).swap_drafter(packed.drafter(), in_place=True, or_refuse=True)
 
 
-def test_without_leave_the_old_drafter_is_not_overwritten(packed: Way) -> None:
+def test_without_in_place_the_old_drafter_is_not_overwritten(packed: Way) -> None:
     first, second = packed.drafter(), packed.drafter(0.3)
     engine = Engine(packed.target, first, config=options(prefix_cache=False))
     requests = asked(4, speculation=at_depth(3))
@@ -429,7 +430,7 @@ def with_ids_beyond(drafter: Drafter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("spoil", "says"),
     [
         (lambda drafter: shorten(drafter, "fc.weight"), r"fc\.weight is \[63, 192\].*must be \[64, 192\]"),
@@ -438,7 +439,6 @@ def with_ids_beyond(drafter: Drafter) -> None:
         (with_ids_beyond, "d2t maps to target id"),
         (None, "no memory"),
     ],
-    ids=["fc", "a norm", "the last norm", "d2t", "making it ready"],
 )
 def test_a_copy_that_fails_leaves_the_old_drafter_whole(
     target: Target, spoil: Any, says: str, monkeypatch: pytest.MonkeyPatch
@@ -463,7 +463,7 @@ def test_a_copy_that_fails_leaves_the_old_drafter_whole(
         assert all(torch.equal(value, before[name]) for name, value in kept[-1].model.state_dict().items())
         requests = asked(4)
         assert answers(engine, requests) == plainly(target, requests)
-        assert engine.swap_drafter(made(2), in_place=True), "and another one can come"
+        assert engine.swap_drafter(made(2), in_place=True), "another one can come"
 
 
 def _without_memory(_: Drafter) -> Any:

@@ -1,4 +1,4 @@
-"""A target through blocks computes what it computes alone, whatever it adds to attention; the rest is refused."""
+"""A target over KV cache blocks computes what it computes alone, whatever its attention adds; others are refused."""
 
 import random
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ BY_LAYER: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**SHARED_KV, **EMBEDDED_BY_LAYER, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
     "gemma4_text": {**SHARED_KV, **EMBEDDED_BY_LAYER},
 }
-"""Widths of the MLP as a list, or other heads in layers that see everything."""
+"""Widths of the MLP given as a list, or other heads in layers with full attention."""
 
 
 @torch.no_grad()
 def built(family: str, **changes: Any) -> Target:
-    """A small target of the family whose weights let attention matter."""
+    """A small target of the family with weights that make attention matter."""
     torch.manual_seed(1)
     sizes: dict[str, Any] = {"vocab_size": 80, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     if family != "gpt2":
@@ -55,7 +55,7 @@ def built(family: str, **changes: Any) -> Target:
     if family not in ("phi", "phi3", "gpt2"):
         sizes |= {"num_key_value_heads": 2, "head_dim": 8}
     config = AutoConfig.for_model(family, **{**sizes, **EXTRA.get(family, {}), **MORE.get(family, {}), **changes})
-    # Fused attention knows no cap; some versions of transformers choose it all the same.
+    # Fused attention has no softcap, but some versions of transformers choose it.
     how = {"attn_implementation": "eager"} if "attn_logit_softcapping" in MORE.get(family, {}) else {}
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
@@ -67,7 +67,7 @@ def built(family: str, **changes: Any) -> Target:
 
 @dataclass
 class Conversation:
-    """A request whose blocks lie scattered."""
+    """A request with scattered blocks."""
 
     ids: list[int]
     blocks: list[int]
@@ -76,7 +76,7 @@ class Conversation:
 
 @dataclass
 class Server:
-    """The least that uses a paged target as an engine does."""
+    """Uses a paged target as an engine does."""
 
     target: Target
     requests: list[Conversation] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Server:
 
     @torch.inference_mode()
     def read(self, counts: Sequence[int]) -> list[Tensor]:
-        """Let the target read the next tokens of each request; its logits behind them."""
+        """Let the target read the next tokens of each request; returns its logits."""
         taking = [(r, n) for r, n in zip(self.requests, counts, strict=True) if n]
         ids = [token for r, n in taking for token in r.ids[r.cached : r.cached + n]]
         layout = AttentionMetadata.of(
@@ -141,7 +141,7 @@ ACCEPTED = [0, 2, 4, 5]
 
 @torch.inference_mode()
 def verify_a_tree(server: Server) -> None:
-    """Every request verifies the same tree of other tokens, and one path of it is accepted."""
+    """Let every request verify the same tree of other tokens; one path of it is accepted."""
     size, generator = len(ANCESTORS), torch.Generator().manual_seed(3)
     drafts = torch.randint(80, (len(server.requests), size), generator=generator)
     rows = [AttentionRow(blocks=r.blocks, base=r.cached, count=size, ancestors=ANCESTORS) for r in server.requests]
@@ -172,7 +172,7 @@ def assert_serves(target: Target) -> None:
 
 
 @each("family", [*FAMILIES, "granite", "cohere", "olmo2", "starcoder2", "glm4", "deepseek_v2", "deepseek_v3"])
-def test_a_target_through_blocks_computes_what_it_computes_alone(family: str) -> None:
+def test_a_target_over_blocks_computes_what_it_computes_alone(family: str) -> None:
     extra: dict[str, Any] = {}
     if family.startswith("deepseek"):  # values are narrower than keys
         extra = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
@@ -206,7 +206,7 @@ def test_auxiliary_states_come_from_the_same_pass() -> None:
 
 @each("family", ["llama", "gpt2"])
 @torch.inference_mode()
-def test_only_the_logits_asked_for_are_made(family: str) -> None:
+def test_only_requested_logits_are_computed(family: str) -> None:
     target = built(family)
     paged = TargetRunner(target, KVCache(blocks=4, block_size=4))
     layout = AttentionMetadata.of(
@@ -220,7 +220,7 @@ def test_only_the_logits_asked_for_are_made(family: str) -> None:
     torch.testing.assert_close(paged.forward(ids, layout, torch.tensor([4, 6])), every[[4, 6]])
 
 
-def test_a_cache_of_one_block_tells_what_blocks_take() -> None:
+def test_a_cache_of_one_block_tells_the_size_of_blocks() -> None:
     target = built("gemma2")
     small, large = KVCache(blocks=1, block_size=4), KVCache(blocks=50, block_size=4)
     TargetRunner(target, small)
@@ -234,7 +234,7 @@ def refusal(target: Target) -> str:
     cache = KVCache(blocks=4, block_size=4)
     with pytest.raises(UserError) as caught:
         TargetRunner(target, cache)
-    assert cache.bytes == 0, "no memory is taken for what is refused"
+    assert cache.bytes == 0, "no memory is allocated for a refused target"
     assert target.model.config._attn_implementation == before
     return str(caught.value)
 
@@ -263,12 +263,12 @@ def test_attention_that_cannot_be_replaced_is_refused() -> None:
 
 
 @each("family", ["bart", "bloom", "pegasus"])
-def test_targets_that_count_positions_by_themselves_are_refused(family: str) -> None:
+def test_targets_without_position_ids_are_refused(family: str) -> None:
     heads = {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "is_encoder_decoder": False}
-    assert f"{family} ({family}) counts positions by itself" in refusal(built(family, **heads))
+    assert f"{family} ({family}) takes no position_ids" in refusal(built(family, **heads))
 
 
-def test_scales_by_positions_that_the_target_counts_itself_are_refused() -> None:
+def test_scales_by_the_targets_own_positions_are_refused() -> None:
     told_elsewhere = {"layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 0, 1, 0], "num_local_experts": 2}
     target = built("llama4_text", intermediate_size_mlp=48, **told_elsewhere)
     assert "(attn_temperature_tuning)" in refusal(target)
@@ -277,7 +277,7 @@ def test_scales_by_positions_that_the_target_counts_itself_are_refused() -> None
 
 
 @pytest.mark.parametrize("family", BY_LAYER)
-def test_targets_whose_layers_have_sizes_of_their_own_are_served(family: str) -> None:
+def test_targets_with_layers_of_different_sizes_are_served(family: str) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}; a newer one runs it")
     target, prompts = built(family, **BY_LAYER[family]), [tuple(range(1, 4)), tuple(range(40, 65))]
@@ -290,7 +290,7 @@ def test_targets_whose_layers_have_sizes_of_their_own_are_served(family: str) ->
 
 
 @each("family", ["stablelm", "nemotron"])
-def test_layers_that_drop_what_the_caller_passes_attend_all_the_same(family: str) -> None:
+def test_layers_that_drop_the_callers_arguments_are_served(family: str) -> None:
     target = built(family)
     assert_serves(target)
     assert not tells_layers(target)
@@ -307,7 +307,7 @@ def test_a_target_on_several_devices_is_refused() -> None:
     assert "llama lies on several devices" in refusal(target)
 
 
-def test_a_window_that_nobody_speaks_for_is_refused() -> None:
+def test_a_window_that_no_layer_confirms_is_refused() -> None:
     stray = built("llama")
     stray.model.config.sliding_window = 64
     assert "a sliding_window of 64 tokens, but its layers do not say" in refusal(stray)

@@ -1,4 +1,4 @@
-"""An evaluation's answers and rounds are those of the reference decoder, whose rounds are always complete."""
+"""Answers and rounds of an evaluation equal those of the reference decoder, whose rounds are always complete."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ def plain(target: Target, prompt: Sequence[int], stop_ids: frozenset[int] = froz
 
 @pytest.fixture(scope="module")
 def stop_ids(tiny_target: Target, prompts: list[Prompt]) -> frozenset[int]:
-    """A token that some answers hold in the middle and others do not hold."""
+    """A token that occurs in some answers, never first, and not in others."""
     answers = [plain(tiny_target, prompt.ids) for prompt in prompts]
     for token in range(VOCAB):
         holding = sum(token in answer for answer in answers)
@@ -131,7 +131,7 @@ def test_a_stop_string_ends_an_answer_and_is_not_sent_back(tiny_target: Target, 
     assert by_key(stopping.plainly(prompts), prompts)[0].stopped
 
 
-def test_an_answer_is_read_whole_without_its_stop_token(tiny_target: Target, prompts: list[Prompt]) -> None:
+def test_the_reader_gets_an_answer_without_its_stop_token(tiny_target: Target, prompts: list[Prompt]) -> None:
     def read(prompt: Prompt, text: str) -> dict[str, str]:
         return {"content": f"{prompt.key}: {text}"}
 
@@ -157,7 +157,7 @@ def output(
     )
 
 
-def test_tokens_are_cut_and_rounds_are_whole_or_not_there() -> None:
+def test_tokens_are_cut_but_rounds_are_not() -> None:
     given = output(range(10, 20), accepted=[3, 1, 2, 0], starts=[1, 5, 7, 9])
     expected = {10: (3, 1, 2, 0), 9: (3, 1, 2), 8: (3, 1, 2), 7: (3, 1), 6: (3, 1), 5: (3,), 2: (3,), 1: ()}
     for length, accepted in expected.items():

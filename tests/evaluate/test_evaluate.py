@@ -1,4 +1,4 @@
-"""An evaluation counts what decoding accepted, and its estimate finds the same rounds in the same text."""
+"""An evaluation counts accepted drafts, and its estimate finds the same rounds in the text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +79,7 @@ def test_pooled_weighs_rounds_and_the_mean_weighs_answers() -> None:
     assert (found["rounds"], found["answers"]) == (4, 3)
 
 
-def test_what_was_never_counted_is_told_as_nothing() -> None:
+def test_acceptance_of_no_answers_is_none() -> None:
     found = summarise([], 2)
     assert (found["acceptance_length"], found["mean_by_answer"]) == (None, None)
     assert found["acceptance_by_depth"] == [None, None]
@@ -171,7 +171,7 @@ def test_the_estimate_equals_decoding_for_every_drafter_at_every_depth(
 
 @dataclass
 class ScriptedDecoders:
-    """Answers with the prompt's length."""
+    """Decoders that answer with the prompt's length."""
 
     asked: list[tuple[str, int, list[int]]]
 
@@ -188,11 +188,11 @@ class ScriptedDecoders:
 
 
 def never_parting(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> None:
-    """Where answers part is not of interest."""
+    """No differences."""
 
 
 def words(conversation: Conversation) -> list[int]:
-    """One token a character."""
+    """One token per character."""
     return [ord(c) for message in conversation.messages for c in message["content"]]
 
 
@@ -221,7 +221,7 @@ def test_a_next_turn_is_asked_behind_the_targets_own_answer() -> None:
     assert [message["content"] for message in group.prompts[-1].conversation.messages] == ["a", "length 1", "b"]
 
 
-def test_only_system_prompt_and_questions_are_asked() -> None:
+def test_prompts_hold_only_the_system_prompt_and_questions() -> None:
     record = {
         "messages": [
             {"role": role, "content": text}
@@ -234,7 +234,7 @@ def test_only_system_prompt_and_questions_are_asked() -> None:
     assert questions.following({first.key: {"role": "assistant", "content": "x"}}, [first]) == ([], 0)
 
 
-def test_tools_and_template_arguments_of_a_record_go_with_all_its_turns() -> None:
+def test_tools_and_template_arguments_apply_to_all_turns() -> None:
     tool = {"type": "function", "function": {"name": "look"}}
     record = {"turns": ["a", "b"], "tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}
     seen: list[Conversation] = []
@@ -250,7 +250,7 @@ def test_tools_and_template_arguments_of_a_record_go_with_all_its_turns() -> Non
     assert all(one.tools == (tool,) and one.chat_template_kwargs == {"enable_thinking": False} for one in seen)
 
 
-def test_an_interrupted_evaluation_keeps_what_was_measured() -> None:
+def test_an_interrupted_evaluation_keeps_its_results() -> None:
     questions = Questions(conversations(["a"], ["b"]), words, turns=1, longest=9)
     group = Group(prefix_tokens=0, prompts=questions.first()[0], skipped=0)
 
@@ -272,7 +272,7 @@ def test_an_interrupted_evaluation_keeps_what_was_measured() -> None:
     assert [(cell["depth"], cell["answers"]) for cell in cells] == [(3, 2), (5, 1)]
 
 
-def test_prefixes_are_other_text_for_every_question_and_always_the_same(tmp_path: Path) -> None:
+def test_prefixes_differ_between_questions_and_are_reproducible(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(33 + i % 90) for i in range(1000)))
     source: Any = SimpleNamespace(tokenizer=chat_tokenizer(CHATML))
@@ -291,7 +291,7 @@ def test_prefixes_are_other_text_for_every_question_and_always_the_same(tmp_path
         PrefixText(tmp_path / "none.txt", source)
 
 
-def test_a_record_becomes_a_picture(tmp_path: Path) -> None:
+def test_a_record_is_plotted(tmp_path: Path) -> None:
     short = record_of(answer(0, [2]), answer(1, [0]))
     long = record_of(answer(0, [1]), prefix_tokens=100)
     plot_evaluation({"groups": record_groups([short, long])}, tmp_path / "eval.png")

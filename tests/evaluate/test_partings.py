@@ -1,4 +1,4 @@
-"""Where answers part is found, and the margin there is the target's own."""
+"""First differences between answers, and the target's logit margin there."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_margin_is_between_the_targets_logits_of_the_two_tokens(tiny_target:
     assert find_parting(tiny_target, prompt, plain, plain) is None
 
 
-def test_the_record_tells_where_answers_part_and_the_largest_margin() -> None:
+def test_the_record_has_first_differences_and_the_largest_margin() -> None:
     questions = Questions(conversations(["a"], ["bcd"], ["ef"]), words, turns=1, longest=9)
     group = Group(prefix_tokens=0, prompts=questions.first()[0], skipped=0)
     asked: list[tuple[int, ...]] = []

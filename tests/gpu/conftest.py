@@ -34,7 +34,7 @@ def _exact_float32() -> None:
 
 @pytest.fixture
 def falls_back_to_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """An engine that falls back to slower code logs it: none may. A busy host that launches late is no such fall."""
+    """No engine may log that it falls back to slower code. Warnings about slow launches of a busy host are allowed."""
     with caplog.at_level(logging.INFO, logger="eyas.engine"):
         yield
     told = [record for record in caplog.get_records("call") if record.name != "eyas.engine.core"]
@@ -50,13 +50,13 @@ def target(tiny_target: Target) -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(tiny_drafter: Drafter) -> Drafter:
-    """Its drafter."""
+    """The drafter of the tiny target."""
     return copy.deepcopy(tiny_drafter).cuda()
 
 
 @pytest.fixture(scope="module")
 def tiny_eagle1(tiny_eagle1: Drafter) -> Drafter:
-    """An EAGLE-1 drafter of it."""
+    """An EAGLE-1 drafter of the tiny target."""
     return copy.deepcopy(tiny_eagle1).cuda()
 
 

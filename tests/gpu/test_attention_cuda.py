@@ -1,4 +1,4 @@
-"""On a GPU the kernel attends as dense attention does, and targets through it compute what they compute alone.
+"""On a GPU the kernel equals dense attention, and targets that use it compute what they compute alone.
 
 The first half also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -18,7 +18,7 @@ from kernels.test_attention import BLOCK_SIZE, BLOCKS, LAWS, Law, Layer, World, 
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cannot multiply bfloat16
 
 
 def by_triton(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionBackend:
@@ -68,7 +68,7 @@ def test_prompts_beside_decoding_and_trees(law: Law) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "value_size"),
-    [(9, 3, 64, 64), (8, 1, 80, 80), (4, 4, 24, 16), (4, 1, 576, 512)],  # the last: a latent, for all heads
+    [(9, 3, 64, 64), (8, 1, 80, 80), (4, 4, 24, 16), (4, 1, 576, 512)],  # the last one is latent attention
 )
 @pytest.mark.parametrize("count", [1, 4, 13])
 @pytest.mark.parametrize("law", [Law(), Law(window=300, sinks=4), Law(sunk=True)], ids=str)
@@ -94,12 +94,12 @@ def test_long_contexts_are_split_and_merged(
 
 
 def test_keys_beyond_what_32_bits_count_are_found() -> None:
-    """The last of three heads begins 2^31 numbers behind the first: a cache of millions of tokens."""
+    """The last of three heads starts 2^31 elements after the first, as in a cache of millions of tokens."""
     groups, size, block, stride = 3, 16, 16, 2**30 + 64
     numbers = 2 * stride + 8 * block * size
     if DEVICE.type == "cuda":
         memory = torch.empty(numbers, dtype=torch.float16, device=DEVICE)
-    else:  # the system hands out zeros when they are first touched, and nearly none are
+    else:  # the system zeroes memory on first touch, and almost none is touched
         memory = torch.from_numpy(np.zeros(numbers, dtype=np.float16))
     shape, strides = (groups, 4 * block, size), (stride, size, 1)
     far = Layer(
@@ -127,7 +127,7 @@ def test_a_long_row_among_many_is_split_and_the_others_stay_whole(count: int, la
     longest = max(bases) + count
     assert kernels._splits(many * groups, longest, DEVICE) == (kernels.LONG_ROW_SPLITS, kernels.LONG_ROW)
     generator, chance = torch.Generator().manual_seed(0), random.Random(0)
-    blocks = longest // block + 1  # rows may share what they only read, and each has its tail alone
+    blocks = longest // block + 1  # rows may share blocks they only read; each has its own tail
     tails = [[blocks + 2 * row, blocks + 2 * row + 1] for row in range(many)]
     rows = [
         AttentionRow(blocks=[*chance.sample(range(blocks), base // block), *tail], base=base, count=count)
@@ -149,13 +149,13 @@ def test_a_long_row_among_many_is_split_and_the_others_stay_whole(count: int, la
 
 
 def empty() -> Layer:
-    """Memory for keys and values, and a null block behind it."""
+    """Memory for keys and values, followed by a null block."""
     keys, values = torch.zeros(2, 2, (BLOCKS + 1) * BLOCK_SIZE, 8, device=DEVICE)
     return Layer(block_size=BLOCK_SIZE, keys=keys, values=values)
 
 
 def padded(table: Tensor, base: Tensor, live: Tensor) -> AttentionMetadata:
-    """Rows of three tokens at most."""
+    """Rows of at most three tokens."""
     return AttentionMetadata.padded(table, base, live, count=3, block_size=BLOCK_SIZE, null_slot=BLOCKS * BLOCK_SIZE)
 
 
@@ -195,7 +195,7 @@ RAGGED = {
     "one row": ((1,), (40,), 64),
     "nothing": ((0, 0), (0, 0), 8),
 }
-"""Slots before the tail and new tokens of each row, and tokens of the pass."""
+"""Slots before the tail and new tokens of each row; tokens of the pass."""
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_ragged_rows_answer_live_tokens_and_stay_finite(
 
 
 def test_rows_of_many_tiles_and_dead_tokens_within_rows() -> None:
-    """Heads that share keys make several tiles of a row; its last tokens may be none of the drafter's."""
+    """Heads that share keys split a row into several tiles; its last tokens may not belong to the drafter."""
     generator = torch.Generator().manual_seed(0)
     layer = empty()
     new = [torch.randn(100, several, 8, generator=generator).to(DEVICE) for several in (8, 2, 2)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tiny
+from engine.common import OFF, at_depth, options, request, run
 from engine.round_engines import graphs_of
-from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.data.conversations import Conversation
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import tiny
-from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
-from oracle.dense import DenseTarget, EagleDraft
+from oracle.dense import DenseAttention, DenseTarget, EagleDraft
 from oracle.reference import Chain, Tree, decode_plainly, decode_speculatively
 from oracle.rejection import SeededDraws
 

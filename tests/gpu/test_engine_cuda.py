@@ -1,4 +1,4 @@
-"""On a GPU the engine decodes by CUDA graphs what it decodes without them, and what transformers decodes.
+"""On a GPU the engine answers the same with and without CUDA graphs, and as transformers does.
 
 Real prompts: test_real_prompts_cuda.py.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.common import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
 from engine.round_engines import graphs_of
-from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
@@ -38,7 +38,7 @@ def both(
 
 @torch.inference_mode()
 def by_transformers(target: Target, prompt: Sequence[int]) -> tuple[int, ...]:
-    """The whole sequence anew for every token, without any cache."""
+    """Recomputes the whole sequence for every token, without a cache."""
     ids = list(prompt)
     for _ in range(NEW_TOKENS):
         model: Any = target.model
@@ -86,7 +86,7 @@ def test_every_sampling_among_greedy_ones(
 def test_chunks_blocks_and_prefixes(
     target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:
-    # Three of each in a row: the third comes when another has left its blocks behind, however few blocks there are.
+    # Three of each: the third one reuses blocks that another request left, however few blocks there are.
     asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts for _ in range(3)]
     engine, ours, theirs = both(target, drafter, asked, **changes)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
@@ -107,7 +107,7 @@ def test_a_random_drafter_of_two_layers(
     _, ours, theirs = both(target, wrong, [request(prompt, speculation=at_depth(3)) for prompt in prompts])
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert set(caplog.messages) == {"the drafter runs by its own code: it has 2 layers"}
-    caplog.clear()  # kernels are for one layer: this much may be told
+    caplog.clear()  # kernels support one layer, which may be logged
 
 
 def test_without_a_drafter_and_with_transformers_own_code(

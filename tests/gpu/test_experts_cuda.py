@@ -1,4 +1,4 @@
-"""On a GPU the kernels of experts compute what torch computes expert by expert, whatever stands beside a token.
+"""On a GPU the kernels of experts compute what torch computes expert by expert, in any batch.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from engine.test_engine import OFF, at_depth, options, request
+from engine.common import OFF, at_depth, options, request
 from eyas.engine.engine import Engine
 from eyas.engine.runner.fused_target import fused_target
 from eyas.kernels.elementwise import Activation
@@ -20,7 +20,7 @@ from kernels.test_recognise import WITH_EXPERTS, plain
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cannot multiply bfloat16
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, HALF: {"rtol": 0.02, "atol": 0.02}}
 
 
@@ -31,7 +31,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 def made(
     dtype: torch.dtype, *, count: int, top_k: int, hidden: int, inner: int, odd: bool = False, **router: Any
 ) -> PlainExperts:
-    """Experts with random weights; odd ones are those of gpt-oss."""
+    """Experts with random weights; odd numbers have the layout of gpt-oss."""
     by_default: dict[str, Any] = {"renormalises": True, "dtype": dtype, "module": nn.Identity()}
     return PlainExperts(
         router=Router(
@@ -50,7 +50,7 @@ def made(
 
 
 def by_kernels(experts: PlainExperts, x_ND: Tensor, *, rows: int | None = None) -> Tensor:
-    """The mixture by the kernels, in blocks of so many pairs."""
+    """Output of the kernels, with blocks of so many pairs."""
     from eyas.kernels.llama.experts_triton import ExpertTiling, mixture
 
     tiling = None if rows is None else ExpertTiling(rows=rows, outputs=32, inputs=32, warps=4, stages=2)
@@ -71,7 +71,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_mixture_is_torchs_own(shape: dict[str, int], dtype: torch.dtype, odd: bool) -> None:
     experts = made(dtype, odd=odd, **shape)
-    for tokens in (1, 3, 21):  # every pair a block of its own, and laid out
+    for tokens in (1, 3, 21):  # one block per pair, and grouped
         x_ND = drawn(tokens, shape["hidden"], dtype=dtype, seed=7)
         torch.testing.assert_close(by_kernels(experts, x_ND), experts(x_ND), **CLOSE[dtype])
 

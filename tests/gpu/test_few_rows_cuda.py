@@ -1,4 +1,4 @@
-"""Products of a few rows, with norm, gates and bias in the same kernel, are what torch computes step by step.
+"""Products of a few rows, fused with norm, gates and bias, equal torch's separate operations.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = (
     torch.bfloat16 if torch.cuda.is_available() else torch.float16
-)  # the interpreter has neither dots nor rounding of bfloat16
+)  # the interpreter can neither multiply nor round bfloat16
 CLOSE = {torch.float32: (1e-4, 1e-4), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1.6e-2, 3e-2)}
 
 
@@ -66,7 +66,7 @@ def test_products_with_norm_and_gates(
     near(few_linear(normed, weight, bias, tiling=tiling), exact)
     again = norm_linear(x, more, norm, weight, bias, x_out_ND=x_out, kept_ND=kept, tiling=tiling)
     assert torch.equal(again, ours)
-    if rows > 1:  # a row does not see the rows beside it
+    if rows > 1:  # a row does not depend on the others
         only = torch.zeros_like(x)
         only[0] = x[0]
         more_only = None if more is None else torch.zeros_like(more)

@@ -1,4 +1,4 @@
-"""On a GPU keys and values of 8 bits are written and read as torch does it, and drafts change nothing with them.
+"""On a GPU 8-bit keys and values are written and read as by torch, and drafts do not change answers.
 
 The first half also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -48,7 +48,7 @@ def filled(blocks: int, block: int, groups: int, size: int) -> Layer:
 def test_the_kernel_reads_what_dense_attention_reads(
     law: Law, count: int, heads: int, groups: int, size: int, dtype: torch.dtype
 ) -> None:
-    """A long row, which is split among programs, and a short one; queries of any size."""
+    """A long row, which is split among programs, and a short one; queries of any magnitude."""
     block, base = 16, 1000 if count < 66 else 40
     generator, blocks = torch.Generator().manual_seed(0), random.Random(0).sample(range(90), 90)
     rows = [AttentionRow(blocks=blocks[:70], base=base, count=count), AttentionRow(blocks=blocks[70:], base=7, count=1)]
@@ -79,7 +79,7 @@ def test_trees_see_their_ancestors(dtype: torch.dtype) -> None:
 
 
 def test_queries_beyond_float16_are_scored() -> None:
-    """In bfloat16 they may be: the kernel multiplies in float16 where keys have 8 bits."""
+    """Possible in bfloat16: the kernel multiplies in float16 where keys have 8 bits."""
     layer = filled(4, 16, 1, 64)
     q, k, v = (torch.randn(2, several, 64).to(DEVICE, torch.bfloat16) for several in (2, 1, 1))
     new = [q * torch.tensor([1e6, 1e-20], device=DEVICE, dtype=q.dtype)[:, None, None], k, v]
@@ -92,7 +92,7 @@ def test_queries_beyond_float16_are_scored() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_keys_and_values_are_stored_as_torch_rounds_them(dtype: torch.dtype) -> None:
-    """Numbers too large become the largest. The interpreter rounds wrongly: it is given what needs no rounding."""
+    """Too large numbers saturate. The interpreter rounds incorrectly, so it gets numbers that need no rounding."""
     from eyas.kernels.llama.block_triton import rotate
 
     tokens, heads, groups, size, slots = 50, 6, 2, 64, 64
@@ -102,7 +102,7 @@ def test_keys_and_values_are_stored_as_torch_rounds_them(dtype: torch.dtype) -> 
     if not ON_GPU:
         qkv = qkv.clamp(-448, 448).to(FP8).float()
     qkv = qkv.to(DEVICE, dtype)
-    # A quarter of a turn moves numbers and rounds none.
+    # A rotation by 90 degrees moves numbers without rounding.
     cos, sin = (torch.zeros(tokens, size, device=DEVICE, dtype=dtype) for _ in range(2))
     sin += 1
     slot = torch.randperm(slots, generator=generator)[:tokens].to(DEVICE)
@@ -121,7 +121,7 @@ def test_keys_and_values_are_stored_as_torch_rounds_them(dtype: torch.dtype) -> 
 def answers(
     engine: Engine, prompts: Mapping[int, tuple[int, ...]], depth: int, sampling: Sampling | None = None
 ) -> dict[int, list[int]]:
-    """By the requests' seeds."""
+    """Answers by seed."""
     speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
     seeds, said = dict[int, int](), dict[int, list[int]]()
     for seed, prompt in prompts.items():
@@ -169,7 +169,7 @@ def test_drafts_change_nothing(
 
 
 def test_chunks_and_the_prefix_cache_change_nothing(target: Target, drafter: Drafter) -> None:
-    """Prompts read the same rounded keys as decoding does."""
+    """Prompts read the same rounded keys as decoding."""
     prompts, said = some_prompts(12), []
     for tokens, prefix_cache in ((512, False), (16, False), (512, True)):
         options = EngineConfig(
@@ -180,7 +180,7 @@ def test_chunks_and_the_prefix_cache_change_nothing(target: Target, drafter: Dra
             kv_cache_dtype="fp8",
         )
         engine = Engine(target, drafter, config=options)
-        answers(engine, prompts, 3)  # what the prefix cache finds the second time
+        answers(engine, prompts, 3)  # the second time with prefix cache hits
         said.append(answers(engine, prompts, 3))
     for other in said[1:]:
         same = sum(other[seed] == tokens for seed, tokens in said[0].items())

@@ -1,4 +1,4 @@
-"""On a GPU the fused pass of a drafter computes what its model computes, and where it does not, the model runs.
+"""On a GPU the fused pass of a drafter computes what its model does; where it would not, the model runs.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -27,7 +27,7 @@ from eyas.kernels.llama.trial import ROUNDED_TOLERANCE, TOLERANCE, UNSTABLE
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cuts bfloat16 off
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter truncates bfloat16
 BLOCK_SIZE, ROWS, READS = 4, 3, 3
 
 EAGLE_31 = {"fc_norm": True, "norm_output": True}
@@ -74,7 +74,7 @@ def by_kernels(drafter: Drafter, *, few: bool = False) -> DraftPasses:
 
 
 def layout(base: list[int], live: list[int], count: int, cache: KVCache) -> AttentionMetadata:
-    """Chains of three requests, of which some may be nobody's."""
+    """Chains of three requests, some of which may be padding."""
     table_RP = torch.tensor([[4, 1, 6], [0, 3, 2], [5, 5, 5]], dtype=torch.int32, device=DEVICE)
     base_R, live_R = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (base, live))
     return AttentionMetadata.padded(
@@ -170,7 +170,7 @@ def test_windows_and_sinks_are_kept(window: int, sinks: int) -> None:
 
 
 def test_numbers_are_rounded_where_the_model_rounds_them() -> None:
-    """Where no product stands in between, numbers are the same to the last bit."""
+    """Without a product in between, numbers are bitwise equal."""
     from eyas.engine.runner.triton_drafter import TritonDrafter
 
     drafter = drafter_of(HALF, rope_parameters=YARN, **EAGLE_31)
@@ -195,7 +195,7 @@ def test_numbers_are_rounded_where_the_model_rounds_them() -> None:
             *zip((cos_NK, sin_NK), (x[:, 0] for x in drafter.rope(position_N, HALF)), strict=True),
         ]
     for ours, theirs in pairs:
-        # A sum in another order may tip the rounding of one number in many.
+        # A sum in another order may change the rounding of a few numbers.
         assert (ours != theirs).float().mean() < 0.01
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
 
@@ -219,7 +219,7 @@ def test_the_model_keeps_its_weights_and_works_on() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=name)
     with torch.no_grad():
         for parameter in drafter.layers.parameters():
-            parameter.mul_(0.5)  # in place: both see it
+            parameter.mul_(0.5)  # in place, so both change
     assert_alike(drafter, run)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from chat_tokenizer import letter_tokenizer
+from engine.common import options
 from engine.round_engines import graphs_of
-from engine.test_engine import options
 from engine.test_grammar import SHORT, requests
 from engine.test_swap import run_with_swaps
 from eyas.engine.engine import Engine

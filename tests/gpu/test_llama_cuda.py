@@ -26,7 +26,7 @@ from kernels.test_recognise import gated, with_block, zeros
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cannot multiply bfloat16
 
 
 WINDOWS = {"sliding_window": 5}
@@ -78,7 +78,7 @@ where another order of sums tips a number to its other neighbour; a single wrong
 
 
 class Comparison:
-    """A pass by kernels, the plain one, and in half precision the plain one in float32 over the same weights."""
+    """A pass by kernels, a plain one, and in half precision a plain one in float32 over the same weights."""
 
     def __init__(self, made: Target, lean: FusedLlama, fused: Any) -> None:
         self.dtype = made.dtype
@@ -89,7 +89,7 @@ class Comparison:
 
     @torch.inference_mode()
     def run(self, ids: Tensor, layout: AttentionMetadata, aux_layer_ids: Sequence[int]) -> Any:
-        """Take the same tokens through all of them; logits and states of the kernels."""
+        """Run the same tokens through all of them; returns logits and states of the kernels."""
         results = [
             one.forward(ids, choose_backend(layout), cache, None, aux_layer_ids)
             for one, cache in zip(self.passes, self.caches, strict=True)
@@ -99,9 +99,9 @@ class Comparison:
         return results[0]
 
     def judge(self) -> None:
-        """Of all that was computed, and keys and values too."""
+        """Compare all results, keys and values included."""
         if self.dtype != torch.float32 and any(isinstance(block.mlp, Experts) for block in self.passes[0].blocks):
-            return  # where scores nearly tie, each may choose other experts; the trial compares with the same ones
+            return  # near-ties may choose other experts; the trial compares with equal choices
         for layer in range(2):
             for what, numbers in zip(
                 ("keys", "values"), zip(*(x[layer] for x in self.caches), strict=True), strict=True
@@ -140,7 +140,7 @@ def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads:
 
 
 def test_keys_with_large_biases_are_no_reason_against_kernels() -> None:
-    """Such as Qwen2.5's first layer has: rounding to 16 bits decides whom its tokens attend to."""
+    """As in the first layer of Qwen2.5, where rounding to 16 bits decides what its tokens attend to."""
     made = target("qwen2", HALF, 4, 2, 64)
     attention = made.model.model.layers[0].self_attn
     as_coarse = 354.0 if torch.bfloat16 == HALF else 8 * 354.0  # float16 has three bits more
@@ -158,7 +158,7 @@ def test_passes_of_few_tokens_are_the_plain_ones(
 ) -> None:
     from eyas.kernels.linear import few_rows_triton
 
-    if DEVICE.type == "cpu":  # the interpreter takes its time for every program
+    if DEVICE.type == "cpu":  # the interpreter is slow
         tiling = few_rows_triton.Tiling(outputs=128, inputs=128, warps=4)
         monkeypatch.setattr(few_rows_triton, "tiling_for", lambda *_, **__: tiling)
     made = target(family, dtype, heads, groups, size)
@@ -182,7 +182,7 @@ def test_passes_of_few_tokens_are_the_plain_ones(
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_quantised_linears_run_by_the_fused_pass(family: str, kind: str) -> None:
-    """By torch in the interpreter; on a GPU by kernels for prompts and for decoding, both of which the trial takes."""
+    """By torch in the interpreter; on a GPU by kernels for prompts and for decoding, which the trial covers."""
     made = target(family, HALF, 9, 3, 16)
     replace_linears(made.model, kind)
     lean = recognised(made)

@@ -1,4 +1,4 @@
-"""On a GPU experts stay in MXFP4, compute what their dequantised weights do, and a row is alone in them.
+"""On a GPU experts stay in MXFP4 and equal their dequantised weights; rows do not depend on each other.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from engine.test_engine import OFF, at_depth, options, request
+from engine.common import OFF, at_depth, options, request
 from eyas.engine.config import weight_bytes
 from eyas.engine.engine import Engine
 from eyas.engine.runner.fused_target import fused_target
@@ -27,7 +27,7 @@ from target.test_mxfp4 import transformers_own
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cannot multiply bfloat16
 CLOSE = {"rtol": 0.02, "atol": 0.03}
 TILES = [0, 8, 16, 32]
 
@@ -44,7 +44,7 @@ def published(*shape: int, seed: int, exponents: tuple[int, int] = (121, 125)) -
 def made(
     *, count: int, top_k: int, hidden: int, inner: int, odd: bool = True, dtype: torch.dtype = HALF
 ) -> tuple[FourBitExperts, PlainExperts]:
-    """Random experts, packed and dequantised; odd ones are those of gpt-oss."""
+    """Random experts, packed and dequantised; odd numbers have the layout of gpt-oss."""
     router = Router(
         weight_ED=drawn(count, hidden, seed=1, dtype=dtype) / hidden**0.5,
         bias_E=None,
@@ -70,7 +70,7 @@ def made(
 
 
 def by_kernels(experts: FourBitExperts, x_ND: Tensor, *, rows: int | None = None) -> Tensor:
-    """The mixture by the kernels, in blocks of so many pairs."""
+    """Output of the kernels, with blocks of so many pairs."""
     from eyas.kernels.llama.experts_triton import mixture, mxfp4_tiling
 
     tilings: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def test_the_mixture_is_that_of_dequantised_weights(shape: dict[str, int], odd: 
 @pytest.mark.parametrize("dtype", [HALF, torch.float16], ids=str)
 @pytest.mark.parametrize("inputs", [32, 96, 160])
 def test_every_weight_is_unpacked_exactly(inputs: int, dtype: torch.dtype) -> None:
-    """A row with a single one picks a column of weights: all 16 numbers, at each of a word's four places."""
+    """A one-hot row selects a column of weights: all 16 values, at each of the four places of a word."""
     from eyas.kernels.llama.experts_triton import _multiply, mxfp4_tiling
 
     stored = published(2, 48, inputs, seed=2, exponents=(115, 136))
@@ -163,7 +163,7 @@ def near(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only there experts stay packed")
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "uncaptured"])
 def test_engines_serve_a_published_checkpoint(graphs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Up to near-ties: attention and the head round differently with other numbers of rows, and so does torch."""
+    """Up to near-ties: attention, the head and torch round differently with other numbers of rows."""
     write_mxfp4(tmp_path)
     target = load_target(str(tmp_path), dtype="auto", device="cuda")
     model: Any = target.model

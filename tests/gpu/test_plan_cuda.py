@@ -1,4 +1,4 @@
-"""What a plan says of a GPU's memory is what a GPU holds, once an engine has drafted and recorded there."""
+"""The planned memory of a GPU is what an engine takes after drafting and capturing."""
 
 import gc
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def used() -> int:
 
 
 def drafted(layers: int) -> tuple[Engine, Footprint]:
-    """An engine that has drafted and captured, and what a plan says of it."""
+    """An engine that has drafted and captured, and its plan."""
     config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": layers})
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
@@ -63,7 +63,7 @@ def drafted(layers: int) -> tuple[Engine, Footprint]:
 
 
 def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
-    # Kernels are loaded when they first run and stay: what they take is the runtime's, which a plan counts apart.
+    # Kernels are loaded on first use and stay; the plan counts their memory as the runtime's.
     engine, _ = drafted(layers=7)
     del engine
     gc.collect()

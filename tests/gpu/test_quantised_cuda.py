@@ -1,4 +1,4 @@
-"""Products with 8- and 4-bit weights are what torch computes in float32, and a row is alone in them.
+"""Products with 8- and 4-bit weights equal torch's in float32; rows do not depend on each other.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -21,7 +21,7 @@ from eyas.kernels.linear.w8a8_linear import W8A8Linear
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cannot multiply bfloat16
 
 
 def made(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -34,7 +34,7 @@ def near(ours: Tensor, exact: Tensor) -> None:
 
 
 def near_sums(ours: Tensor, exact: Tensor, linear: W8A8Linear, x: Tensor) -> None:
-    """Off by the rounding of outputs, and by that of the sums: the device keeps some 13 bits of the largest term."""
+    """Deviation by rounding of outputs and sums; the device keeps about 13 bits of the largest term."""
     terms = x.float().abs() @ linear.weight.float().abs().t()
     assert ((ours.float() - exact.float()).abs() <= 2**-8 * exact.abs() + 2**-12 * terms).all()
 
@@ -52,7 +52,7 @@ def eight_bits(kind: str, weight_EK: Tensor) -> QuantisedWeight:
 
 
 def rounded_rows(x: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Tensor]:
-    """By the kernel; by torch where the interpreter would do it, which loses what it carries while it rounds to fp8."""
+    """By the kernel, or by torch instead of the interpreter, which loses carries while rounding to fp8."""
     from eyas.kernels.linear.w8a8_triton import quantise_rows
 
     if DEVICE.type == "cuda" or dtype != FLOAT8:
@@ -63,7 +63,7 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Te
 
 
 def decoded(linear: W8A8Linear | W4A16Linear, x: Tensor) -> Tensor:
-    """By the kernels, on whatever device."""
+    """By the kernels, on any device."""
     from eyas.kernels.linear import w8a8_triton as kernels
 
     out = x.new_empty(len(x), linear.out_features)
@@ -115,7 +115,7 @@ def test_rows_are_rounded_as_torch_rounds_them(kind: torch.dtype, size: int) -> 
     torch.testing.assert_close(scale, most / largest)
     exact = x.float() * (largest / most[:, None])
     rounded = exact.to(FLOAT8).float() if kind == FLOAT8 else (exact + 0.5).floor()
-    # The last bit of a division may decide; and the interpreter loses what it carries while it rounds to fp8.
+    # The last bit of a division may matter, and the interpreter loses carries while rounding to fp8.
     allowed = 0.05 if kind == FLOAT8 and DEVICE.type == "cpu" else 0.01
     assert (q[:, :size].float() != rounded).float().mean() < allowed
     assert not q[:, size:].float().any()
@@ -176,7 +176,7 @@ def test_four_bits_alone(group: int) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
 def test_a_row_is_the_same_in_every_tile(kind: str) -> None:
-    """Over the tiles of 1 to 200 rows; on a GPU this is what `w8a8_tiling` and `w4a16_tiling` claim."""
+    """Across the tilings of 1 to 200 rows, which `w8a8_tiling` and `w4a16_tiling` choose on a GPU."""
     torch.manual_seed(0)
     outputs, inputs, most = (4400, 1024, 200) if DEVICE.type == "cuda" else (80, 512, 70)
     dense = made(outputs, inputs, scale=inputs**-0.5)
@@ -194,7 +194,7 @@ def test_a_row_is_the_same_in_every_tile(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
 @pytest.mark.parametrize("splits", [2, 3])
 def test_programs_that_share_outputs(kind: str, splits: int) -> None:
-    """Parts of the inputs are summed up in the same order at every run, and counts are zeros behind it."""
+    """Partial sums are added in the same order in every run, and counters are zero afterwards."""
     from eyas.kernels.linear.w4a16_triton import w4a16_decode, w4a16_tiling
     from eyas.kernels.linear.w8a8_triton import w8a8_decode, w8a8_tiling
 

@@ -1,4 +1,4 @@
-"""Drafts change nothing about what a target with 8- or 4-bit linears says on a GPU, in captured rounds."""
+"""Drafts do not change the answers of a target with 8- or 4-bit linears on a GPU, in captured rounds."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -59,7 +59,7 @@ def test_drafts_change_nothing(kind: str, target: Target, drafter: Drafter) -> N
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_wide_layers_pass_their_trial(kind: str) -> None:
-    """Where what a layer adds is longer than what it adds to, states of fp8 lie far from each other at once."""
+    """Where a layer's output is longer than its residual, fp8 states diverge at once."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128}
     config = target_config(**sizes, num_attention_heads=32, num_key_value_heads=8)
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_wide_layers_pass_their_trial(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_a_captured_decode_pass_gives_every_row_the_same_in_any_company(kind: str, target: Target) -> None:
-    """To the last bit, through a layer's products; attention is left out."""
+    """Bitwise, through a layer's products without attention."""
     quantised = replace(target, model=deepcopy(target.model).bfloat16())
     quantise_on_gpu(quantised.model, kind, "tiny")
     fused = fused_target(quantised)

@@ -2,10 +2,10 @@
 
     make gpu PROMPTS=FILE
 
-In float32 answers may part only where the two best tokens lie within 1e-4. In bfloat16 a logit is known to a few
-hundredths at best, and transformers' own answers change with the shape of a pass. So what a tie is, is measured at the
-very place: transformers' logits there are off from those of float32 by so much, and two of them can change places if
-float32 tells them apart by less than twice that. All margins are shown.
+In float32 answers may differ only where the two best tokens lie within 1e-4. In bfloat16 a logit is precise to a few
+hundredths at best, and transformers' own answers change with the shape of a pass. So ties are judged by the error of
+transformers' logits at that place against float32: two tokens may change places if float32 separates them by less than
+twice that error. All margins are printed.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ MANNERS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
-    """The default target and its drafter in one precision, and what transformers answers in it."""
+    """The default target and its drafter in one precision, with the answers of transformers."""
 
     target: Target
     drafter: Drafter
@@ -64,12 +64,12 @@ class Pair:
 
     @cached_property
     def theirs(self) -> list[tuple[int, ...]]:
-        """Transformers' answers."""
+        """Answers by transformers."""
         plainly = partial(generate_plainly, self.target, sampling=Sampling(), max_new_tokens=NEW_TOKENS)
         return [plainly(ids) for ids in self.prompts]
 
     def logits_behind(self, ids: Sequence[int]) -> Tensor:
-        """Scores of the token behind ids [V]."""
+        """Logits [V] of the token after these ids."""
         return DenseTarget(self.target, self.drafter.config)([ids])[0][0][-1].float()
 
 

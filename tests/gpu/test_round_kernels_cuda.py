@@ -1,4 +1,4 @@
-"""On a GPU the bookkeeping of a round is what torch's operations make of it, number by number.
+"""On a GPU the bookkeeping of a round equals torch's operations, number by number.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from eyas.engine.runner.round_state import RoundState
 from eyas.kernels import draft_choice, round_layout, round_outcome
 from eyas.kernels.attention.metadata import AttentionMetadata
-from eyas.kernels.round_layout import BlockShape
+from eyas.kernels.round_tensors import BlockShape
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +29,7 @@ def _torch_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def logits_with_ties(rows: int, size: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits_NV = 3 * torch.randn(rows, size, generator=generator)
-    logits_NV[0] = logits_NV[0].round()  # many equals
+    logits_NV[0] = logits_NV[0].round()  # many ties
     logits_NV[1 % rows] = 0
     logits_NV[2 % rows, : size - 1] = -torch.inf
     logits_NV[3 % rows, size // 2] = torch.inf
@@ -38,7 +38,7 @@ def logits_with_ties(rows: int, size: int, dtype: torch.dtype, seed: int) -> Ten
 
 
 def random_state(seed: int, *, rows: int, max_depth: int, block_size: int = 4, blocks: int = 24) -> RoundState:
-    """Requests that decode, some at their limit, some without drafter, and rows of nobody's between them."""
+    """Decoding requests, some at their limit, some without drafter, with padding rows between them."""
     chance = random.Random(seed)
     slots = rows + 2
     state = RoundState(
@@ -74,7 +74,7 @@ def random_state(seed: int, *, rows: int, max_depth: int, block_size: int = 4, b
 
 
 def assert_same_state(ours: RoundState, theirs: RoundState) -> None:
-    """But for what is nobody's."""
+    """Except for padding."""
     for name in ("length_S", "drafted_S", "limit_S", "follows_S", "tokens_SL", "table_SP"):
         assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1]), name
     for name in ("drafts_RK", "sure_RK", "depth_R", "row_slot", "row_depth", "row_samples"):
@@ -111,7 +111,7 @@ def test_rounds_are_settled_by_the_same_law(seed: int, depth: int, given: str) -
     size = [7, 97, 5000][seed % 3]
     chance = torch.tensor(0.7, dtype=torch.float64, device=DEVICE) if given == "coin" else None
     logits_NV = logits_with_ties(rows * (1 + depth), size, DTYPES[seed % 2], seed)
-    # Drafts that are often right, as far as they go.
+    # Drafts that are often right.
     token_RQ = logits_NV.argmax(dim=-1).view(rows, 1 + depth)
     right_RK = torch.rand(rows, depth, generator=torch.Generator().manual_seed(seed)).to(DEVICE) < 0.8
     drafts_RK = ours.drafts_RK[:rows, :depth]

@@ -1,5 +1,4 @@
-"""Rounds on a real device: captured and not, with a step in flight and without, they give what eager steps give that
-land at once.
+"""Rounds on a real device, captured or not, asynchronous or not: answers equal those of eager, synchronous steps.
 
 The tests are those of tests/engine/test_rounds.py, over engines on a GPU.
 """
@@ -12,18 +11,18 @@ from typing import Any
 import pytest
 
 import engine.test_rounds as test_rounds
-from engine.test_engine import options
+from engine.common import options
 from engine.test_rounds import (  # noqa: F401  tests and fixtures are used by name
-    test_after_a_step_that_failed_others_are_served,
+    test_after_a_failed_step_others_are_served,
     test_chains_of_every_depth,
     test_chunks_blocks_and_prefixes,
     test_depths_that_change_and_requests_that_come_and_go,
     test_drafters_come_and_go,
     test_drafters_of_two_layers,
+    test_drift_check_ups_change_nothing,
     test_eagle1_drafters,
     test_logprobs_ends_and_shortest_lengths,
     test_long_rests_are_caught_up_on,
-    test_looks_for_drift_change_nothing,
     test_preempted_requests,
     test_prefixes_found_later_are_right,
     test_without_a_drafter,
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.gpu
 
 
 class EagerEngine(Engine):
-    """Steps to compare with: nothing is captured, and each lands before the next is launched."""
+    """The reference: nothing is captured, and each step lands before the next is launched."""
 
     def __init__(self, *given: Any, config: EngineConfig) -> None:
         super().__init__(*given, config=replace(config, graphs=False, async_scheduling=False))
@@ -55,7 +54,7 @@ def tiny_drafter(tiny_drafter: Drafter) -> Drafter:
 
 @pytest.fixture(params=["captured", "uncaptured", "synchronous"])
 def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    """How engines are made: by kind of steps."""
+    """Makes engines of one kind of steps."""
 
     def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
         kind = {"graphs": request.param != "uncaptured", "async_scheduling": request.param != "synchronous"}

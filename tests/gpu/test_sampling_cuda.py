@@ -1,4 +1,4 @@
-"""On a GPU tokens are sampled as on a CPU, and a captured graph samples them for whoever is in its slots.
+"""On a GPU tokens are sampled as on a CPU, and a captured graph samples for the requests in its slots.
 
 The first half also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
@@ -41,7 +41,7 @@ def test_nuclei_are_those_of_a_sorted_row(size: int, monkeypatch: pytest.MonkeyP
 
     generator = torch.Generator().manual_seed(size)
     logits_NV = 3 * torch.randn(14, size, generator=generator)
-    logits_NV[4:8] = logits_NV[4:8].round()  # many equals
+    logits_NV[4:8] = logits_NV[4:8].round()  # many ties
     logits_NV[8] = 0
     logits_NV[9, 1:] = -torch.inf
     logits_NV[10] *= 30
@@ -82,7 +82,7 @@ def test_a_captured_sampler_follows_its_slots(everything: bool) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sample()
-    of_graph = list(outputs)  # sampling again puts others in their place
+    of_graph = list(outputs)  # the next replay overwrites them
     for turn in range(3):
         batch.seqs.reverse()
         batch.sampling.admit(batch.slots, batch.seqs)()

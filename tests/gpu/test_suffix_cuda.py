@@ -1,4 +1,4 @@
-"""Suffix drafts in captured rounds on a real device give what steps without any give."""
+"""Suffix drafts in captured rounds on a real device give the answers of steps without drafts."""
 
 import copy
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.test_engine import OFF, request, run
+from engine.common import OFF, request, run
 from engine.test_suffix_drafts import AUTO, FORCED, SAMPLINGS, quoting, with_suffix
 from engine.test_suffix_rounds import extend_every_round
 from eyas.drafter.model import Drafter

@@ -1,4 +1,4 @@
-"""Weights copied into place on a real device: captured rounds go on, and draft as the new drafter does."""
+"""Weights copied into place on a real device: captured rounds stay valid and draft as the new drafter does."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.test_engine import at_depth, options
+from engine.common import at_depth, options
 from engine.test_swap_in_place import TREE, Way, accepted, answers, asked, plainly, runner_of
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.model import Drafter
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What has been captured since."""
+    """Collects captures."""
     made, capture = list[object](), GraphCapture._capture
 
     def counted(self: Any, *given: Any) -> Any:
@@ -55,7 +55,7 @@ def test_captured_rounds_go_on_with_new_weights(
     assert accepted(engine, requests) == new
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
     assert accepted(engine, requests) == old
-    assert len(captured) == len(engine.core.runner.capture) > 0, "none was captured a second time"
+    assert len(captured) == len(engine.core.runner.capture) > 0, "none was captured twice"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

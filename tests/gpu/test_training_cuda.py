@@ -1,4 +1,4 @@
-"""What training computes on a GPU in half precision is what it computes on a CPU written out in float32."""
+"""Training on a GPU in half precision computes what a plain float32 version on a CPU computes."""
 
 import copy
 from dataclasses import replace
@@ -14,13 +14,11 @@ from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, runs_in_one_pass
 from eyas.target.parts import TargetParts
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
-from eyas.train.batch import TrainingBatch
-from eyas.train.epochs import CorpusPacks
+from eyas.train.batch import CorpusPacks, TrainingBatch
 from eyas.train.features import ExactDistribution
 from eyas.train.init import config_for, init_drafter
-from eyas.train.loss import LOSSES, row_loss_of
+from eyas.train.loss import LOSSES, compare, row_loss_of
 from eyas.train.recipe import DrafterSettings
-from eyas.train.scoring import compare
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
 from eyas.train.unroll import depth_weights, unroll
@@ -35,19 +33,19 @@ HEADS, KEY_HEADS, SIZE = 9, 3, 64
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Length of the difference relative to the length of what is right."""
+    """Norm of the difference relative to the norm of the reference."""
     ours, theirs = ours.float().cpu(), theirs.float().cpu()
     assert ours.shape == theirs.shape
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def attended(attend: UnrollAttention, batch: TrainingBatch, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of every depth, and the gradients of a sum over all of them by every query, key and value."""
+    """Outputs of every depth, and gradients of their sum with respect to queries, keys and values."""
     generator = torch.Generator("cuda").manual_seed(0)
     taught, context = len(batch.slots.taught_M), len(batch.slots.context_P)
 
     def draw(slots: int, heads: int) -> Tensor:
-        # Rounded once, so that both precisions see the same numbers.
+        # Rounded once, so that both precisions get equal numbers.
         return torch.randn(slots, heads, SIZE, device="cuda", generator=generator).bfloat16().to(dtype).requires_grad_()
 
     inputs = [[draw(taught, heads) for heads in (HEADS, KEY_HEADS, KEY_HEADS)] for _ in range(DEPTHS)]
@@ -120,7 +118,7 @@ def test_one_pass_over_all_documents_equals_each_document_alone(compiled: bool) 
     alone = PackedTarget(target, tiny.AUX_IDS, one_pass=False)(*inputs)
     for ours, theirs in zip(together, alone, strict=True):
         assert distance(ours, theirs) < 0.02
-    # The control: one document of all tokens is something else.
+    # Control: one document of all tokens gives other results.
     whole = batch_of([sum(DOCUMENTS)], device="cuda")
     leaking = PackedTarget(target, tiny.AUX_IDS, one_pass=True)(
         batch.ids_T, batch.position_T, whole.starts, whole.longest
@@ -129,7 +127,7 @@ def test_one_pass_over_all_documents_equals_each_document_alone(compiled: bool) 
 
 
 def losses(target: Target, state: TrainState, *, steps: int, compiled: bool) -> list[float]:
-    """The loss before each of some steps on one and the same pack."""
+    """The loss before each of some steps on the same pack."""
     packs = CorpusPacks(corpus=corpus_of(24), length=512, seed=0, device=target.device, padded=compiled)
     batch = packs.epoch(0)[0].build()
     features = LiveSource(target, tiny.AUX_IDS, compiled=compiled)(batch)

@@ -1,4 +1,4 @@
-"""On a GPU the bookkeeping of trees is what torch's operations make of it, number by number.
+"""On a GPU the bookkeeping of trees equals torch's operations, number by number.
 
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, numpy before 2.4, `--noconftest` against the skip.
 """
@@ -14,7 +14,7 @@ from eyas.engine.runner.round_state import RoundState
 from eyas.kernels import tree_draft, tree_outcome
 from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import AttentionMetadata
-from eyas.kernels.round_layout import BlockShape
+from eyas.kernels.round_tensors import BlockShape
 from eyas.kernels.tree_nodes import TreeNodes
 from gpu.test_round_kernels_cuda import DEVICE, assert_same_state, logits_with_ties, random_state
 
@@ -66,8 +66,8 @@ def test_candidates_are_the_largest_and_as_likely_as_softmax_says(size: int, dty
 
     nodes, width = 8, 4
     logits_MV = logits_with_ties(nodes, size, dtype, seed=size)
-    logits_MV[2] = logits_MV[5]  # all but one impossible: siblings would be anybody
-    logits_MV[3] = logits_MV[6]  # infinite: nobody is likely
+    logits_MV[2] = logits_MV[5]  # all but one impossible, so siblings are arbitrary
+    logits_MV[3] = logits_MV[6]  # infinite: no token is likely
     token_V = torch.randperm(3 * size, generator=torch.Generator().manual_seed(1))[:size].to(DEVICE)
     index_MW = (torch.arange(nodes * width, device=DEVICE).view(nodes, width) * 7919) % size if chosen else None
     token_MW, sure_MW = choose_candidates_by_triton(logits_MV, token_V, width, index_MW)
@@ -95,7 +95,7 @@ def test_trees_grow_and_are_kept_by_the_same_law(seed: int, shape: tuple[int, in
     for at in range(1, depth + 1):
         nodes = rows if at == 1 else rows * width
         token_MW = torch.randint(0, 500, (nodes, width), generator=generator).to(DEVICE)
-        # Few values, so that there are many equals.
+        # Few values, so that there are many ties.
         sure_MW = (torch.randint(1, 6, (nodes, width), generator=generator) / 8).to(DEVICE)
         layout = grow_by_triton(ours, trees, blocks, at=at, token_MW=token_MW, sure_MW=sure_MW, table_RP=table_RP)
         expected = tree_draft.grow(theirs, their_trees, blocks, at=at, token_MW=token_MW, sure_MW=sure_MW)
@@ -130,7 +130,7 @@ def test_rounds_are_settled_by_the_same_law(seed: int, shape: tuple[int, int, in
         sure_MW = torch.rand(nodes, width, generator=generator).to(DEVICE)
         tree_draft.grow(ours, trees, blocks, at=at, token_MW=token_MW, sure_MW=sure_MW)
     tree_draft.keep(ours, trees)
-    # The target often says what stands in the tree: of every place, the token of a child if it has any.
+    # The target often agrees with the tree: at a node with children, its token is one of theirs.
     token_RQ = torch.randint(0, 9, (rows, 1 + budget), generator=generator).to(DEVICE)
     for row, parents in enumerate(trees.kept_parent_RQ.tolist()):
         for place in range(1, 1 + int(trees.kept_count_R[row])):
@@ -176,7 +176,7 @@ def test_slots_move_in_all_layers(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("window", [None, 3, 9])
 @pytest.mark.parametrize("begun", [False, True])
 def test_nodes_see_their_ancestors_alone(window: int | None, begun: bool) -> None:
-    """Also those of a tree that earlier passes have begun; rows of nobody, and trees of few nodes, beside them."""
+    """Also for trees that earlier passes have begun, with padding rows and trees of few nodes."""
     from eyas.kernels.attention.triton import TritonBackend
 
     generator = torch.Generator().manual_seed(5)

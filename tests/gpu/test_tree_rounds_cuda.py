@@ -1,4 +1,4 @@
-"""Rounds of trees on a real device, captured and not: they give what trees of eager steps give.
+"""Rounds of trees on a real device, captured or not: answers equal those of trees in eager steps.
 
 The tests are those of tests/engine/test_tree_rounds.py, over engines on a GPU.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import engine.test_tree_rounds as test_tree_rounds
-from engine.test_engine import options, request, run
+from engine.common import options, request, run
 from engine.test_tree_rounds import (  # noqa: F401  tests and fixtures are used by name
     TREE,
     test_chunks_blocks_windows_and_stops,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 
 def assert_alike(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
-    """The same answers. Of nodes that are equally likely but for rounding, either may be verified."""
+    """Equal answers. Of nodes that are equally likely up to rounding, either may be verified."""
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     accepted, expected = (sum(answer.stats.accepted for answer in answers) for answers in (ours, theirs))
     assert accepted == pytest.approx(expected, rel=0.03)
@@ -51,7 +51,7 @@ def tiny_drafter(tiny_drafter: Drafter) -> Drafter:
 
 @pytest.fixture
 def with_rounds() -> Callable[..., Engine]:
-    """Captured, one step in flight."""
+    """Makes engines with captured passes and one step in flight."""
 
     def made(target: Target, drafter: Drafter, **changes: Any) -> Engine:
         return Engine(target, drafter, config=options(**changes))
@@ -73,5 +73,5 @@ def test_passes_of_trees_are_captured(target: Target, tiny_drafter: Drafter, pro
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in plain]
     assert sum(answer.stats.accepted for answer in ours) > 20
     capture = engine.core.runner.capture
-    assert {"draft trees", "verify trees", "sample trees"} <= {key[0] for key in capture._made}
+    assert {"draft trees", "verify trees", "sample trees"} <= {key[0] for key in capture._replays}
     assert not capture.refused

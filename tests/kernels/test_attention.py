@@ -1,5 +1,4 @@
-"""Attention over blocks is attention over each request alone, wherever its blocks lie and whatever shape its tail
-has."""
+"""Paged attention equals attention over each request alone, wherever its blocks lie and whatever its tail."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from each import each
 from eyas.drafter.attention import attend_densely
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.cpu import CompiledBackend, load_kernel
 from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, AttentionRow
 
@@ -22,20 +22,20 @@ BLOCKS, BLOCK_SIZE, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 60, 4, 6, 2, 8, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """What a query may see beside its row, and how scores are bent."""
+    """Visibility beyond a row's own rule, and how scores are changed."""
 
     window: int | None = None
     sinks: int = 0
     softcap: float | None = None
     sunk: bool = False
-    """Heads have scores without keys."""
+    """Heads have sink logits."""
 
     def sink_logits(self, heads: int, device: torch.device = CPU) -> Tensor | None:
         return torch.linspace(-1.5, 2.5, heads, device=device) if self.sunk else None
 
 
 MakeBackend = Callable[..., AttentionBackend]
-"""A backend's own class, or what chooses among them."""
+"""A backend's class, or `choose_backend`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,6 @@ class Layer:
 
     @classmethod
     def filled(cls, blocks: int, block_size: int, *, heads: int, size: int, value_size: int, seed: int = 9) -> "Layer":
-        """With random numbers."""
         generator = torch.Generator().manual_seed(seed)
         keys, values = (torch.randn(heads, blocks * block_size, n, generator=generator) for n in (size, value_size))
         return cls(block_size=block_size, keys=keys, values=values)
@@ -67,7 +66,7 @@ class Layer:
         law: "Law",
         backend: MakeBackend = choose_backend,
     ) -> Tensor:
-        """A pass of rows whose new queries, keys and values these are."""
+        """Run a pass of rows with these new queries, keys and values."""
         if not isinstance(rows, AttentionMetadata):
             rows = AttentionMetadata.of(rows, block_size=self.block_size, device=self.keys.device)
         q, k, v = new
@@ -91,7 +90,7 @@ LAWS = [
 
 
 def ancestors_of(parents: Sequence[int]) -> Tensor:
-    """Who sees whom in a tree given by parents, -1 for none."""
+    """Visibility in a tree given by parents, -1 for none."""
     seen = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -100,7 +99,7 @@ def ancestors_of(parents: Sequence[int]) -> Tensor:
 
 
 def visible_slots(row: AttentionRow, law: Law) -> Tensor:
-    """The law of visibility, slot by slot: bool [Q, slots]."""
+    """The visibility rule, slot by slot: bool [Q, slots]."""
     tail = row.end - row.base
     ancestors = torch.ones(tail, tail, dtype=torch.bool).tril() if row.ancestors is None else row.ancestors
     visible = torch.zeros(row.count, row.end, dtype=torch.bool)
@@ -149,7 +148,9 @@ class World:
         return torch.randn(count, heads, size, generator=self.generator).to(self.dtype)
 
     def row(self, request: int, longest: int) -> AttentionRow:
-        """Some next tokens of a request; some go back: rejected drafts are written over, new requests begin at 0."""
+        """Draw the next tokens of a request; some go back, as rejected drafts are overwritten and new requests start at
+        0.
+        """
         chance = self.chance
         room = len(self.tables[request]) * BLOCK_SIZE
         base = chance.randint(0, min(len(self.held[request][0]), room - longest))
@@ -189,14 +190,26 @@ class World:
             self.check([(request, self.row(request, longest)) for request in requests])
 
 
+def compiled(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionBackend:
+    kernel, words = load_kernel()
+    if kernel is None:
+        pytest.skip(f"no native code here: {words}")
+    return CompiledBackend(kernel, metadata, sinks=sinks)
+
+
+BACKENDS = [DenseBackend, compiled]
+
+
+@each("backend", BACKENDS)
 @each("law", LAWS)
 @each("seed", range(4))
-def test_random_rows_attend_as_each_request_alone(seed: int, law: Law) -> None:
-    World(seed, law).seq(passes=10)
+def test_random_rows_equal_each_request_alone(seed: int, law: Law, backend: MakeBackend) -> None:
+    World(seed, law, backend=backend).seq(passes=10)
 
 
-def test_values_may_be_narrower_than_keys() -> None:
-    world = World(0, Law(window=6))
+@each("backend", BACKENDS)
+def test_values_may_be_narrower_than_keys(backend: MakeBackend) -> None:
+    world = World(0, Law(window=6), backend=backend)
     world.value_size = 4
     world.held = [(keys, keys[..., :4]) for keys, _ in world.held]
     world.seq(passes=6)
@@ -215,7 +228,7 @@ def filled(blocks: int, block_size: int) -> Layer:
     return Layer.filled(blocks, block_size, heads=KEY_HEADS, size=SIZE, value_size=SIZE)
 
 
-def test_where_blocks_lie_does_not_matter() -> None:
+def test_block_placement_does_not_matter() -> None:
     generator = torch.Generator().manual_seed(0)
     new = [torch.randn(5, heads, SIZE, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     straight = filled(40, 1)
@@ -230,8 +243,9 @@ def test_where_blocks_lie_does_not_matter() -> None:
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
 
 
+@each("backend", BACKENDS)
 @each("law", LAWS)
-def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
+def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law, backend: MakeBackend) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = filled(BLOCKS + 1, BLOCK_SIZE)
     tree = ancestors_of([-1, 0, 0, 2])
@@ -250,7 +264,7 @@ def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
     for x in layer.both:
         x[:, ~own] = float("nan")
         before.append(x.clone())
-    assert layer.attend(metadata, (q, k, v), law).isfinite().all()
+    assert layer.attend(metadata, (q, k, v), law, backend).isfinite().all()
     slots = metadata.slot_mapping_N
     for old, x, new in zip(before, layer.both, (k, v), strict=True):
         torch.testing.assert_close(x[:, slots], new.transpose(0, 1), rtol=0, atol=0)
@@ -360,6 +374,6 @@ def test_ragged_metadata_made_on_the_device_is_that_made_on_the_host(lives: tupl
         AttentionRow(blocks=range(99), base=0, count=65, ancestors=torch.eye(65, dtype=torch.bool)),
     ],
 )
-def test_rows_that_cannot_be_are_noticed(row: AttentionRow) -> None:
+def test_invalid_rows_are_refused(row: AttentionRow) -> None:
     with pytest.raises(AssertionError):
         AttentionMetadata.of([row], block_size=4, device=CPU)

@@ -1,7 +1,7 @@
-"""Compiled attention is dense attention, and a query's answer does not depend on what stands beside it."""
+"""Compiled attention equals dense attention, and a query's result does not depend on its batch."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,12 +12,12 @@ from each import each
 from eyas.engine.runner.fused_target import fused_target
 from eyas.kernels.attention import choose, cpu
 from eyas.kernels.attention.choose import choose_backend
-from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
+from eyas.kernels.attention.cpu import AttentionKernel, load_kernel
 from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.target.model import Target
-from kernels.test_attention import BLOCK_SIZE, BLOCKS, LAWS, Law, Layer, MakeBackend, World, ancestors_of
+from kernels.test_attention import Law, Layer, MakeBackend, ancestors_of, compiled
 from kernels.test_recognise import zeros
 
 CPU = torch.device("cpu")
@@ -34,27 +34,6 @@ def kernel() -> AttentionKernel:
     return found
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@each("law", LAWS)
-@each("seed", range(4))
-def test_random_rows_attend_as_each_request_alone(seed: int, law: Law) -> None:
-    World(seed, law, backend=compiled).seq(passes=10)
-
-
-def test_values_may_be_narrower_than_keys() -> None:
-    world = World(0, Law(window=6), backend=compiled)
-    world.value_size = 4
-    world.held = [(keys, keys[..., :4]) for keys, _ in world.held]
-    world.seq(passes=6)
-
-
 def filled(sizes: Sequence[int], blocks: int, block_size: int) -> Layer:
     """A layer that holds random numbers."""
     _, heads, size, value_size = sizes
@@ -69,12 +48,6 @@ def drawn(sizes: Sequence[int], tokens: int, seed: int = 1) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def compiled(metadata: AttentionMetadata, *, sinks: int = 0) -> CompiledBackend:
-    found, _ = load_kernel()
-    assert found is not None
-    return CompiledBackend(found, metadata, sinks=sinks)
-
-
 def run(
     layer: Layer, rows: Sequence[AttentionRow], new: Sequence[Tensor], law: Law, backend: MakeBackend = compiled
 ) -> Tensor:
@@ -84,7 +57,7 @@ def run(
 @each("law", LONG_LAWS)
 @each("sizes", SIZES)
 @each("block_size", [1, 3, 16])
-def test_long_contexts_in_scattered_blocks_are_as_dense(
+def test_long_contexts_in_scattered_blocks_equal_dense_attention(
     sizes: tuple[int, ...], law: Law, block_size: int, threads: int
 ) -> None:
     chance = random.Random(block_size)
@@ -109,10 +82,8 @@ def test_long_contexts_in_scattered_blocks_are_as_dense(
 
 @each("law", LONG_LAWS)
 @each("sizes", SIZES)
-def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts(
-    sizes: tuple[int, ...], law: Law, threads: int
-) -> None:
-    """Bases around the chunks' ends; the reference is each token alone, one after the other, by one thread."""
+def test_a_query_has_the_same_bits_alone_and_in_any_batch(sizes: tuple[int, ...], law: Law, threads: int) -> None:
+    """Bases are around chunk ends; the reference is each token alone, in order, on one thread."""
     counts = {0: 5, 119: 24, 127: 3, 128: 1, 250: 17, 509: 64}
     blocks = random.Random(0).sample(range(216), 216)
     before = filled(sizes, 216, 16)
@@ -140,7 +111,7 @@ def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts
 
 
 @each("law", LONG_LAWS)
-def test_a_prompt_is_the_same_to_the_last_bit_however_it_is_cut(law: Law, threads: int) -> None:
+def test_a_prompt_has_the_same_bits_in_any_chunks(law: Law, threads: int) -> None:
     sizes, row = SIZES[0], AttentionRow(blocks=random.Random(0).sample(range(40), 40), base=70, count=400)
     before, new = filled(sizes, 40, 16), drawn(sizes, row.count)
     whole = run(before.clone(), [row], new, law)
@@ -154,7 +125,7 @@ def test_a_prompt_is_the_same_to_the_last_bit_however_it_is_cut(law: Law, thread
 
 @each("law", [Law(), Law(window=40)])
 @each("base", [5, 120, 300])
-def test_a_branch_of_a_tree_is_the_same_to_the_last_bit_as_a_chain(base: int, law: Law) -> None:
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(base: int, law: Law) -> None:
     sizes, blocks = SIZES[0], random.Random(0).sample(range(40), 40)
     parents = [-1, 0, 0, 1, 2, 4, 3, 5, 7, 8, 8, 10]
     before, new = filled(sizes, 40, 16), drawn(sizes, len(parents))
@@ -168,7 +139,7 @@ def test_a_branch_of_a_tree_is_the_same_to_the_last_bit_as_a_chain(base: int, la
         assert torch.equal(ours[path], chain)
 
 
-def test_where_blocks_lie_does_not_matter_to_the_last_bit() -> None:
+def test_block_placement_changes_no_bit() -> None:
     sizes, places = SIZES[0], random.Random(0).sample(range(300), 300)
     straight, new = filled(sizes, 300, 1), drawn(sizes, 5)
     crooked = straight.clone()
@@ -179,29 +150,6 @@ def test_where_blocks_lie_does_not_matter_to_the_last_bit() -> None:
         for cache, blocks in ((straight, range(300)), (crooked, places))
     ]
     assert torch.equal(*outputs)
-
-
-@each("law", LAWS)
-def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
-    sizes = (6, 2, 8, 8)
-    cache, blocks = filled(sizes, BLOCKS + 1, BLOCK_SIZE), random.Random(3).sample(range(BLOCKS), BLOCKS)
-    rows = [
-        AttentionRow(blocks=blocks[:9], base=31, count=3),
-        AttentionRow(blocks=blocks[9:18], base=14, count=4, ancestors=ancestors_of([-1, 0, 0, 2])),
-        AttentionRow(blocks=blocks[18:19], base=0, count=1),
-    ]
-    own = torch.zeros(cache.keys.shape[1], dtype=torch.bool)
-    for row in rows:
-        own[row.places(0, row.base, BLOCK_SIZE)] = True
-    for x in cache.both:
-        x[:, ~own] = float("nan")
-    before, new = cache.clone(), drawn(sizes, 8)
-    assert run(cache, rows, new, law).isfinite().all()
-    slots = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=CPU).slot_mapping_N
-    for old, x, written in zip(before.both, cache.both, new[1:], strict=True):
-        assert torch.equal(x[:, slots], written.transpose(0, 1))
-        x[:, slots] = old[:, slots]
-        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
 
 
 @each("law", LONG_LAWS[:3])
@@ -218,7 +166,7 @@ def test_chunks_of_prompts_may_stand_beside_trees(law: Law) -> None:
     torch.testing.assert_close(run(cache.clone(), rows, new, law), theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_with_little_memory_set_aside_it_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_workspace_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, rows = SIZES[0], [AttentionRow(blocks=range(30 * i, 30 * i + 30), base=400, count=7) for i in range(4)]
     cache, new = filled(sizes, 120, 16), drawn(sizes, 28)
     at_once = run(cache.clone(), rows, new, Law())
@@ -226,7 +174,7 @@ def test_with_little_memory_set_aside_it_takes_several_calls(monkeypatch: pytest
     assert torch.equal(run(cache, rows, new, Law()), at_once)
 
 
-def test_numbers_that_are_none_are_not_hidden() -> None:
+def test_nan_is_not_hidden() -> None:
     sizes = SIZES[0]
     cache, new = filled(sizes, 30, 16), drawn(sizes, 2)
     new[0][1, 4] = float("nan")
@@ -235,7 +183,7 @@ def test_numbers_that_are_none_are_not_hidden() -> None:
     assert output[0].isfinite().all()
 
 
-def test_queries_and_keys_may_be_views_of_anything() -> None:
+def test_queries_and_keys_may_be_strided() -> None:
     sizes = SIZES[0]
     cache, (q, k, v) = filled(sizes, 30, 16), drawn(sizes, 3)
     row = AttentionRow(blocks=range(30), base=300, count=3)
@@ -247,7 +195,7 @@ def test_queries_and_keys_may_be_views_of_anything() -> None:
 
 
 @each("dtype", [torch.bfloat16, torch.float64])
-def test_other_types_are_answered_densely(dtype: torch.dtype) -> None:
+def test_other_dtypes_use_dense_attention(dtype: torch.dtype) -> None:
     row, new = AttentionRow(blocks=range(4), base=0, count=3), [x.to(dtype) for x in drawn(SIZES[0], 3)]
     layers = [
         Layer(block_size=16, keys=keys.to(dtype), values=values.to(dtype))
@@ -266,8 +214,8 @@ def test_without_a_compiler_attention_is_dense(monkeypatch: pytest.MonkeyPatch) 
 
 
 @torch.inference_mode()
-def test_a_verified_draft_is_the_same_to_the_last_bit_as_decoding(tiny_target: Target) -> None:
-    """A whole target, packed: logits of a draft's every token, beside another request, and token by token."""
+def test_verification_has_the_bits_of_decoding(tiny_target: Target) -> None:
+    """Compare a packed target's logits of every draft token, beside another request, with decoding token by token."""
     import copy
 
     target = replace(tiny_target, model=copy.deepcopy(tiny_target.model))

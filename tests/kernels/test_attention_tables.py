@@ -1,4 +1,4 @@
-"""Rows laid out in tensors are answered as rows known on the host, to the last bit; tokens of nobody get zeros."""
+"""Rows laid out in tensors give the bits of rows known on the host; tokens outside all rows get zeros."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NULL = ROWS * BLOCKS * SIZE
 
 
 def layouts(seed: int) -> tuple[AttentionMetadata, AttentionMetadata, list[int]]:
-    """In tensors, the live rows known on the host, and the places of their tokens."""
+    """A layout in tensors, the live rows known on the host, and the places of their tokens."""
     chance = torch.Generator().manual_seed(seed)
     table_RP = torch.randperm(ROWS * BLOCKS, generator=chance).view(ROWS, BLOCKS).int()
     live_R = torch.randint(0, COUNT + 1, (ROWS,), generator=chance).int()

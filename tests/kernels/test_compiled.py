@@ -1,4 +1,4 @@
-"""Where there is a C compiler every kernel is compiled: a source that is not found must not pass for a slow machine."""
+"""Where there is a C compiler every kernel is compiled: a missing source must not look like a slow machine."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The steps between products are torch's, and no row shows in another."""
+"""The steps between products equal torch's, and rows are independent."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_gates_are_those_of_torch(glue: Elementwise, rows: int, width: int) -> N
     assert torch.equal(ours, torch.cat([glue.gate(row) for row in x_NI.split(1)]))
 
 
-def test_gates_far_out_are_finite_and_what_is_no_number_stays_none(glue: Elementwise) -> None:
+def test_extreme_gates_are_finite_and_nan_stays_nan(glue: Elementwise) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e30])
     ours = glue.gate(torch.cat([gate, torch.ones(8)])[None])[0]
     torch.testing.assert_close(ours, functional.silu(gate), rtol=1e-6, atol=1e-30)
@@ -64,7 +64,7 @@ def test_rotations_are_those_of_transformers(glue: Elementwise, rows: int, size:
 @each("width", [*WIDTHS, 16384])
 @each("rows", ROWS)
 def test_the_most_likely_is_the_first_of_the_largest_with_its_softmax(glue: Elementwise, rows: int, width: int) -> None:
-    logits = (torch.randn(rows, width) * 4).round()  # whole numbers, so that there are equals
+    logits = (torch.randn(rows, width) * 4).round()  # integers, so that there are ties
     place, chance = glue.most_likely_and_chance(logits)
     largest = logits.amax(dim=-1, keepdim=True)
     assert place.tolist() == [row.index(True) for row in (logits == largest).tolist()]
@@ -75,7 +75,7 @@ def test_the_most_likely_is_the_first_of_the_largest_with_its_softmax(glue: Elem
     assert torch.equal(torch.cat([chance for _, chance in alone]), chance)
 
 
-def test_what_is_impossible_is_never_the_most_likely(glue: Elementwise) -> None:
+def test_minus_infinity_is_never_the_most_likely(glue: Elementwise) -> None:
     logits = torch.full((2, 37), float("-inf"))
     logits[0, 36], logits[1, 0] = -3e38, 5.0
     place, chance = glue.most_likely_and_chance(logits)
@@ -83,14 +83,14 @@ def test_what_is_impossible_is_never_the_most_likely(glue: Elementwise) -> None:
     assert chance.tolist() == [1.0, 1.0]
 
 
-def test_what_is_no_number_is_passed_over(glue: Elementwise) -> None:
+def test_argmax_skips_nan(glue: Elementwise) -> None:
     logits = torch.zeros(3, 5000)
     logits[0, 7], logits[0, 3333], logits[1, 4990] = float("nan"), 2.0, 1.0
     logits[2] = float("nan")
     assert glue.most_likely(logits).tolist() == [3333, 4990, 4999]
 
 
-def test_norms_read_and_write_rows_that_lie_apart(glue: Elementwise) -> None:
+def test_norms_read_and_write_strided_rows(glue: Elementwise) -> None:
     wide, weight = torch.randn(5, 96), torch.randn(32)
     out = torch.zeros(5, 96)
     glue.norm(wide[:, 32:64], weight, 1e-5, out[:, 64:])

@@ -1,4 +1,4 @@
-"""Exact rounds give what padded ones give at their live places, compiled or not, whatever the rows."""
+"""Exact rounds equal padded ones at their live places, compiled or not."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,10 @@ import torch
 
 from eyas.engine.runner.round_state import RoundState
 from eyas.kernels import exact_rounds
-from eyas.kernels.round_layout import BlockShape, lay_out_draft, lay_out_verify
+from eyas.kernels.round_layout import lay_out_draft, lay_out_verify
 from eyas.kernels.round_offers import place_offers
 from eyas.kernels.round_outcome import settle
+from eyas.kernels.round_tensors import BlockShape
 
 SLOTS, DEPTH, BLOCKS, SIZE, SEEDS = 7, 4, 12, 4, 60
 SHAPE = BlockShape(blocks=BLOCKS, block_size=SIZE, null_slot=BLOCKS * SIZE * SLOTS)
@@ -18,7 +19,7 @@ NUMBERS = ("length_S", "drafted_S", "tokens_SL", "drafts_RK", "sure_RK", "depth_
 
 @pytest.fixture(params=["compiled", "plain"])
 def arrays_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[RoundState], object]:
-    """How exact rounds are computed."""
+    """Exact rounds, compiled and not."""
     if request.param == "plain":
         monkeypatch.setattr(exact_rounds, "load_rounds", lambda: None)
     elif exact_rounds.load_rounds() is None:
@@ -27,7 +28,7 @@ def arrays_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def random_state(seed: int) -> RoundState:
-    """Requests anywhere in their lives: some ended, some not followed, some that wait with many states."""
+    """Requests in any state: some ended, some without a drafter, some with many waiting states."""
     chance = torch.Generator().manual_seed(seed)
 
     def some(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -58,7 +59,7 @@ def random_state(seed: int) -> RoundState:
 def assert_same_state(ours: RoundState, theirs: RoundState) -> None:
     for name in NUMBERS:
         a, b = getattr(ours, name), getattr(theirs, name)
-        own = slice(0, SLOTS)  # what padding writes is nobody's
+        own = slice(0, SLOTS)  # padding rows may differ
         assert torch.equal(a[own], b[own]), name
 
 

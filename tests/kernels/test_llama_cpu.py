@@ -1,4 +1,4 @@
-"""Layers in one call give what their steps give one by one, to the last bit; where one is not theirs, they stay out."""
+"""Layers in one call give the bits of their single steps; models with other steps have no single call."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import (
-    QuantisedEmbedding,
     QuantisedLinear,
     load_quantised,
     quantise,
@@ -63,7 +63,7 @@ def layout_of(rows: Sequence[AttentionRow]) -> AttentionMetadata:
 def passes_of(
     lean: FusedLlama, aux_layer_ids: Sequence[int], backend: MakeBackend = choose_backend
 ) -> list[torch.Tensor]:
-    """Logits, states and what was written to the cache, pass by pass."""
+    """Logits, states and the cache contents of each pass."""
     kv, made = zeros(lean, blocks=7, block_size=SIZE), list[torch.Tensor]()
     generator = torch.Generator().manual_seed(3)
     for rows in PASSES:
@@ -75,7 +75,7 @@ def passes_of(
 
 
 @each("block", DENSE)
-def test_a_pass_of_every_block_is_the_same_to_the_last_bit(block: str) -> None:
+def test_one_call_has_the_bits_of_single_steps_for_every_block(block: str) -> None:
     target = packed(block)
     lean = lean_of(target)
     assert lean.layers is not None
@@ -89,12 +89,12 @@ def test_a_pass_of_every_block_is_the_same_to_the_last_bit(block: str) -> None:
     "changes",
     [{}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}],
 )
-def test_a_pass_is_the_same_to_the_last_bit(changes: dict[str, Any], aux_layer_ids: tuple[int, ...]) -> None:
+def test_one_call_has_the_bits_of_single_steps(changes: dict[str, Any], aux_layer_ids: tuple[int, ...]) -> None:
     target = packed(**changes)
     assert len(target.model.model.layers) == 4
     lean = lean_of(target)
     assert lean.layers is not None
-    assert_same_pass(target, lean, rtol=0, atol=1e-3)  # states have an RMS of 19, and all err alike
+    assert_same_pass(target, lean, rtol=0, atol=1e-3)  # states have an RMS of 19, and their errors are alike
     ours, theirs = passes_of(lean, aux_layer_ids), passes_of(replace(lean, layers=None), aux_layer_ids)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -105,7 +105,7 @@ def test_where_attention_is_not_compiled_the_steps_run_one_by_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_layers_whose_linears_are_not_packed_are_left_out() -> None:
+def test_layers_without_packed_linears_have_no_single_call() -> None:
     assert lean_of(plain()).layers is None
 
 
@@ -125,7 +125,7 @@ def packed_drafter(*, halve: bool = False, **flags: bool) -> Drafter:
 
 @torch.inference_mode()
 def depths_of(lean: _FusedDrafter, *, far: int = 0) -> list[torch.Tensor]:
-    """What two depths give, the first over some tokens and the second over as many behind them."""
+    """The results of two depths, the second over as many tokens after the first."""
     config, cache, generator = lean._config, KVCache(blocks=7, block_size=SIZE), torch.Generator().manual_seed(3)
     hidden = torch.randn(9, config.hidden_size, generator=generator)
     made = list[torch.Tensor]()
@@ -140,11 +140,11 @@ def depths_of(lean: _FusedDrafter, *, far: int = 0) -> list[torch.Tensor]:
 
 @each("halve", [False, True])
 @each("flags", SETTINGS)
-def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool) -> None:
+def test_a_depth_in_one_call_has_the_bits_of_single_steps(flags: dict[str, bool], halve: bool) -> None:
     lean = fused_drafter(packed_drafter(halve=halve, **flags))
     assert isinstance(lean, _FusedDrafter)
     assert lean._in_one_call is not None
-    far = 3 * FIRST_POSITIONS  # the table of turns has to grow
+    far = 3 * FIRST_POSITIONS  # the rotary table must grow
     ours = [depths_of(lean), depths_of(lean, far=far)]
     lean._in_one_call = None
     theirs = [depths_of(lean), depths_of(lean, far=far)]
@@ -155,7 +155,7 @@ def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool
 
 @each("flags", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}])
 @torch.inference_mode()
-def test_reading_states_at_once_is_the_same_to_the_last_bit(flags: dict[str, bool]) -> None:
+def test_reading_states_in_one_call_has_the_same_bits(flags: dict[str, bool]) -> None:
     lean = fused_drafter(packed_drafter(**flags))
     assert isinstance(lean, _FusedDrafter)
     config, generator = lean._config, torch.Generator().manual_seed(3)
@@ -171,7 +171,7 @@ def test_reading_states_at_once_is_the_same_to_the_last_bit(flags: dict[str, boo
 
 
 @each("call", ["run_read", "run_depth"])
-def test_a_call_that_computes_wrongly_is_found_out(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_call_is_rejected(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(eagle.DraftLayer, call)
 
     def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
@@ -189,12 +189,12 @@ def test_a_call_that_computes_wrongly_is_found_out(call: str, monkeypatch: pytes
 
 CHUNK = 128
 BASES = (0, 1, SIZE - 1, CHUNK - 3, CHUNK - 1)
-"""Where drafts are read: within a block, into the next one, and into the next chunk of attention."""
+"""Slots of the first drafts: within a block, across a block's end, and across a chunk's end of attention."""
 
 
 @torch.inference_mode()
 def chain_of(lean: _FusedDrafter, base: int, depths: int, window: int | None, *, at_once: bool) -> tuple[Any, ...]:
-    """Drafts behind random states in a cache full of random keys and values; how sure they are, and what is cached."""
+    """Drafts after random states in a random cache; with their probabilities and the cache contents."""
     config, generator = lean._config, torch.Generator().manual_seed(base)
     shape = (config.num_key_value_heads, 40 * SIZE, config.head_dim)
     cache = KVCache(blocks=40, block_size=SIZE)
@@ -227,7 +227,7 @@ def chain_of(lean: _FusedDrafter, base: int, depths: int, window: int | None, *,
 
 @each("base", BASES)
 @each("flags", SETTINGS[::5])
-def test_a_chain_is_the_same_to_the_last_bit(flags: dict[str, bool], base: int) -> None:
+def test_a_chain_in_one_call_has_the_bits_of_single_depths(flags: dict[str, bool], base: int) -> None:
     lean = fused_drafter(packed_drafter(**flags))
     assert isinstance(lean, _FusedDrafter)
     for depths, window in ((1, None), (2, None), (7, None), (7, 5)):
@@ -252,7 +252,7 @@ def test_a_chain_of_a_quantised_drafter_with_scaled_logits_is_the_same() -> None
     assert ours[:2] == theirs[:2]
 
 
-def test_a_chain_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_chain_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = eagle.DraftLayer.run_chains
 
     def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
@@ -266,11 +266,11 @@ def test_a_chain_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPa
     assert type(fused_drafter(drafter)) is DraftPasses
 
 
-# --- rotations worked out ahead --------------------------------------------------------------------------------------
+# --- rotations computed ahead --------------------------------------------------------------------------------------
 
 
 @each("block", ["llama", "gemma3"])
-def test_rotations_of_a_request_alone_are_those_of_its_positions(block: str) -> None:
+def test_rotations_computed_ahead_match_positions(block: str) -> None:
     lean = lean_of(packed(block))
     assert lean._next_turns is not None
     x_ND = torch.zeros(1, 128)

@@ -1,4 +1,4 @@
-"""Counter noise is a function of seed, position and token, looks like chance in every direction, and races fairly."""
+"""Noise is a function of seed, position and token, is random in every direction, and yields fair races."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def plain_mix(x: int) -> int:
 
 
 def plain_uniform(seed: int, position: int, token: int) -> float:
-    """The definition in integers of any size."""
+    """The definition in Python integers."""
     golden = 0x9E3779B97F4A7C15
     key = plain_mix((plain_mix((seed + golden) & WRAP) + position * golden) & WRAP)
     bits = plain_mix((key + token * golden) & WRAP)
@@ -47,12 +47,12 @@ def grid(
 
 
 def pair_p_value(x: numpy.ndarray, y: numpy.ndarray, bins: int = 16) -> float:
-    """How likely pairs as unevenly spread over the square as these would be, if both were uniform and independent."""
+    """The p-value of pairs against uniform and independent ones."""
     counts, *_ = numpy.histogram2d(x.ravel(), y.ravel(), bins=bins, range=[[0, 1], [0, 1]])
     return float(stats.chisquare(counts.ravel()).pvalue)
 
 
-def test_noise_is_what_the_definition_says_in_integers_of_any_size() -> None:
+def test_noise_matches_its_definition_in_python_integers() -> None:
     seeds = [0, 1, -1, 42, 2**63 - 1, -(2**63)]
     positions = [0, 1, 7, 2**31, 131_071]
     tokens = [0, 1, 2, 49_151, 151_935]
@@ -65,7 +65,7 @@ def test_noise_is_what_the_definition_says_in_integers_of_any_size() -> None:
     torch.testing.assert_close(exponential(seed_N, position_N, torch.tensor(tokens)), times, rtol=2**-23, atol=0)
 
 
-def test_noise_is_the_same_in_any_company() -> None:
+def test_noise_does_not_depend_on_the_batch() -> None:
     seed_N, position_N, token_W = torch.tensor([5, 6, 5]), torch.tensor([9, 9, 8]), torch.arange(1001)
     whole = exponential(seed_N, position_N, token_W)
     for row in range(3):
@@ -102,7 +102,7 @@ def test_noise_is_uniform_and_exponential() -> None:
 
 
 def test_the_smallest_values_come_as_often_as_they_should() -> None:
-    # Rare tokens win by these alone. 2^22 values: 64 below 2^-16, and the size of each is uniform again.
+    # Rare tokens win only by these. Of 2^22 values 64 are below 2^-16, and these are uniform again.
     w = grid(positions=128).ravel()
     small = w[w < 2**-16] * 2**16
     assert stats.binomtest(len(small), len(w), 2**-16).pvalue > RARE
@@ -132,7 +132,7 @@ def test_every_bit_is_fair() -> None:
         ((0, 0, 0), (0, 0, 1024)),
     ],
 )
-def test_neighbours_know_nothing_of_each_other(
+def test_neighbours_are_independent(
     one: tuple[int, int, int], other: tuple[int, int, int], first: tuple[int, int, int]
 ) -> None:
     w = grid(first=first)
@@ -182,7 +182,7 @@ def test_no_two_places_of_a_block_share_their_noise() -> None:
 def test_races_are_won_by_the_largest_p_over_e(
     width: int, kept: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Few runners, many, and many with a list so short that it must be noticed.
+    # Few tokens, many, and many with a shortlist too short to suffice.
     monkeypatch.setattr(noise, "_SHORTLIST", shortlist)
     generator = torch.Generator().manual_seed(kept)
     logits_NW = 2 * torch.randn(64, 4000, generator=generator)

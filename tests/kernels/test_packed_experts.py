@@ -1,4 +1,4 @@
-"""Experts in panels compute what transformers' own compute, whatever stands beside a token, and are saved as those."""
+"""Packed experts compute what transformers' own compute, in any batch, and are saved under its names."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_a_token_is_the_same_to_the_last_bit_alone_and_among_others(block: str) 
         assert torch.equal(logits[0], together[at]), at
 
 
-def test_numbers_that_a_gate_reads_are_taken_over_under_any_name() -> None:
+def test_gate_parameters_of_any_name_are_copied() -> None:
     target = plain("mixtral")
     model: Any = target.model
     experts = model.model.layers[1].mlp.experts
@@ -69,7 +69,7 @@ def test_numbers_that_a_gate_reads_are_taken_over_under_any_name() -> None:
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=2e-4)
 
 
-def test_experts_whose_gate_reads_more_than_numbers_stay() -> None:
+def test_experts_whose_gate_reads_other_attributes_are_not_packed() -> None:
     model: Any = plain("mixtral").model
     experts = model.model.layers[1].mlp.experts
 
@@ -83,7 +83,7 @@ def test_experts_whose_gate_reads_more_than_numbers_stay() -> None:
     assert model.model.layers[1].mlp.experts is experts
 
 
-def test_experts_that_compute_more_than_their_parts_tell_stay() -> None:
+def test_experts_with_other_results_are_not_packed() -> None:
     target = plain("mixtral")
     model: Any = target.model
     experts = model.model.layers[1].mlp.experts

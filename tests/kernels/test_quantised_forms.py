@@ -1,4 +1,4 @@
-"""All forms of the integer products give the same bits on one processor: AMX, AVX-512 VNNI, AVX2, NEON and plain C."""
+"""All forms of the integer products give the same bits on one CPU: AMX, AVX-512 VNNI, AVX2, NEON and plain C."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,6 @@ from eyas.kernels.linear.quantised_linear import (
     Form,
     QuantisedKernel,
     QuantisedLinear,
-    joined_quantised,
     load_quantised,
 )
 from kernels.random_quantised import random_blocks
@@ -58,14 +57,6 @@ def tiled(best: QuantisedKernel):
         pytest.skip(f"no AMX int8 here, products are by {best.uses}; run on a Xeon whose lscpu names amx_int8")
     yield best
     best.use_tiles(True)
-
-
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random_rows(rows: int, inputs: int) -> Tensor:
@@ -116,23 +107,23 @@ def test_a_row_has_the_same_bits_with_tiles_and_without(tiled, threads, format_)
     assert torch.equal(layer(x_MK), alone_MN)
 
 
-def test_formats_that_want_other_shapes_of_tiles_are_joined(tiled, threads):
+def test_formats_with_different_tile_shapes_are_joined(tiled, threads):
     kinds = (0, SCALES_OF_HALVES, FOUR_BITS | MINIMA, SCALES_OF_HALVES, FOUR_BITS)
     linears = [QuantisedLinear.of(tiled, random_blocks(kind, 20 + kind, 96, seed=kind)) for kind in kinds]
     x_MK = random_rows(40, 96)
     together_MN = torch.cat([linear(x_MK) for linear in linears], dim=1)
-    assert torch.equal(joined_quantised(linears)(x_MK), together_MN)
+    assert torch.equal(QuantisedLinear.join(linears)(x_MK), together_MN)
 
 
-def test_what_is_no_number_does_not_become_one_in_tiles(tiled):
+def test_nan_stays_nan_in_tiles(tiled):
     layer, x_MK = QuantisedLinear.of(tiled, random_blocks(0, 16, 64)), torch.ones(TILED_ROWS, 64)
     x_MK[5, 40] = float("nan")
     finite_M = layer(x_MK).isfinite().all(dim=1)
     assert finite_M.tolist() == [row != 5 for row in range(TILED_ROWS)]
 
 
-def test_tiles_that_compute_otherwise_are_switched_off_aloud(best, native_cache, monkeypatch, caplog):
-    """The trial is told that they differ: no processor here does."""
+def test_wrong_tiles_are_switched_off_with_a_warning(best, native_cache, monkeypatch, caplog):
+    """The trial is made to see a difference: no CPU here has one."""
     monkeypatch.setattr(QuantisedKernel, "tiles", True)
     monkeypatch.setattr(quantised_linear, "_differing_with_tiles", lambda kernel: "16 rows by 4 bits (format 1)")
     switched = []

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from each import each
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding
 from eyas.kernels.linear.quantised_linear import (
     BLOCK,
     FORMATS,
@@ -15,10 +16,8 @@ from eyas.kernels.linear.quantised_linear import (
     MINIMA,
     SCALES_OF_HALVES,
     Blocks,
-    QuantisedEmbedding,
     QuantisedKernel,
     QuantisedLinear,
-    joined_quantised,
     load_quantised,
     quantise,
 )
@@ -42,21 +41,13 @@ def kernel(request: pytest.FixtureRequest, native_cache: Path) -> QuantisedKerne
     return found
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def threads(request: pytest.FixtureRequest):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def random_rows(rows: int, inputs: int, *, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, inputs, generator=generator) * (1 + 9 * torch.rand(1, inputs, generator=generator))
 
 
 def slowly(x_MK: Tensor, blocks: Blocks) -> np.ndarray:
-    """The integer arithmetic, block after block, in float64 outside of the integers."""
+    """The integer arithmetic, block by block, with float64 outside of the integers."""
     rows, inputs = x_MK.shape
     count = -(-inputs // BLOCK)
     padding = (0, count * BLOCK - inputs)
@@ -80,7 +71,7 @@ def slowly(x_MK: Tensor, blocks: Blocks) -> np.ndarray:
 
 @each(("outputs", "inputs"), SHAPES)
 @each("format_", FORMATS)
-def test_it_computes_the_integer_arithmetic_that_it_says(kernel, format_, outputs, inputs):
+def test_it_computes_its_documented_integer_arithmetic(kernel, format_, outputs, inputs):
     blocks, x_MK = random_blocks(format_, outputs, inputs), random_rows(9, inputs)
     layer = QuantisedLinear.of(kernel, blocks)
     for rows in (1, 2, 3, 4, 9):
@@ -127,7 +118,7 @@ def test_linears_of_several_formats_are_joined_to_one_product(kernel):
             (SCALES_OF_HALVES, 17, None),
         )
     ]
-    joined, x_MK = joined_quantised(linears), random_rows(6, 96)
+    joined, x_MK = QuantisedLinear.join(linears), random_rows(6, 96)
     assert torch.equal(joined(x_MK), torch.cat([linear(x_MK) for linear in linears], dim=1))
     assert torch.equal(joined.weight, torch.cat([linear.weight for linear in linears]))
     assert joined.nbytes == sum(linear.nbytes for linear in linears)
@@ -161,7 +152,7 @@ def test_quantised_weights_are_near_the_weights(bits, allowed, inputs):
     assert torch.equal(blocks.weight()[0], weight_NK[0])
 
 
-def test_what_is_no_number_does_not_become_one(kernel):
+def test_nan_and_infinity_stay_so(kernel):
     layer = QuantisedLinear.of(kernel, random_blocks(0, 16, 64))
     for odd in (float("nan"), float("inf")):
         x_MK = torch.ones(2, 64)
@@ -171,7 +162,7 @@ def test_what_is_no_number_does_not_become_one(kernel):
         assert y_MN[1].isfinite().all()
 
 
-def test_zeros_and_the_smallest_numbers_are_multiplied(kernel):
+def test_zeros_and_subnormal_numbers(kernel):
     layer = QuantisedLinear.of(kernel, random_blocks(0, 16, 64), torch.arange(16.0))
     assert torch.equal(layer(torch.zeros(1, 64)), torch.arange(16.0)[None])
     assert layer(torch.full((1, 64), 1e-40)).isfinite().all()
@@ -192,7 +183,7 @@ def test_copies_have_weights_of_their_own_and_training_is_refused(kernel):
         layer(torch.ones(1, 64, requires_grad=True))
 
 
-def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_the_reason_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     found, words = load_quantised(cache=tmp_path)

@@ -1,4 +1,4 @@
-"""8- and 4-bit linears by torch: what they compute, how they pack and join, and what they take."""
+"""8- and 4-bit linears by torch: results, packing, joining, and supported weights."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import torch
 
 from each import each
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int4
-from eyas.kernels.linear.w4a16_linear import W4A16Linear, joined_w4a16
-from eyas.kernels.linear.w8a8_linear import W8A8Linear, joined_w8a8
+from eyas.kernels.linear.w4a16_linear import W4A16Linear
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 
 
 @each("group", [32, 64, 128, 1024, 0])
 @each("inputs", [512, 200, 1500])
-def test_four_bits_are_packed_and_found_again(group: int, inputs: int) -> None:
+def test_four_bits_are_packed_and_unpacked(group: int, inputs: int) -> None:
     torch.manual_seed(0)
     weight = quantise_int4(torch.randn(24, inputs), group or inputs)
     linear = W4A16Linear.of(weight, torch.randn(24), torch.float32)
@@ -23,12 +23,12 @@ def test_four_bits_are_packed_and_found_again(group: int, inputs: int) -> None:
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_four_bits_halve_a_step_between_levels_at_most() -> None:
+def test_four_bits_round_by_half_a_step_at_most() -> None:
     torch.manual_seed(0)
     dense = torch.randn(16, 300)
     found = quantise_int4(dense)
     step = found.scale_EG.repeat_interleave(128, dim=1)[:, :300]
-    # Scales are rounded to bfloat16, so the ends of a range may lie outside of it by a part of a level.
+    # Scales are rounded to bfloat16, so the ends of a range may be outside of it by part of a level.
     assert float(((found.dequantised() - dense).abs() / step).max()) < 0.6
     assert found.q_EK.min() >= 0
     assert found.q_EK.max() <= 15
@@ -54,7 +54,7 @@ def test_joined_layers_are_their_parts(kind: str) -> None:
             parts.append(W4A16Linear.of(quantise_int4(dense), bias, torch.float32))
     x = torch.randn(5, 260)
     expected = torch.cat([part(x) for part in parts], dim=1)
-    whole: Any = joined_w8a8(parts) if kind == "fp8" else joined_w4a16(parts)
+    whole: Any = type(parts[0]).join(parts)
     assert torch.equal(whole.product(x), expected)
     assert torch.equal(torch.cat([part(x) for part in parts], dim=1), expected)
     memory = whole.weight_EK if kind == "fp8" else whole.words_EW
@@ -62,7 +62,7 @@ def test_joined_layers_are_their_parts(kind: str) -> None:
     assert part.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr(), "parts are views"
     assert whole.nbytes == sum(one.nbytes for one in parts)
     parts[0].bias = None
-    assert (joined_w8a8(parts) if kind == "fp8" else joined_w4a16(parts)) is None
+    assert (type(parts[0]).join(parts)) is None
 
 
 def test_a_row_is_rounded_by_its_own_scale() -> None:
@@ -77,7 +77,7 @@ def test_a_row_is_rounded_by_its_own_scale() -> None:
     assert not linear(torch.zeros(1, 256)).any()
 
 
-def test_inputs_out_of_order_are_put_in_order() -> None:
+def test_inputs_are_reordered_by_group() -> None:
     torch.manual_seed(0)
     found = quantise_int4(torch.randn(16, 256))
     order = torch.randperm(256)
@@ -90,7 +90,7 @@ def test_inputs_out_of_order_are_put_in_order() -> None:
     torch.testing.assert_close(linear(x), x @ sorted_.dequantised().t(), rtol=1e-4, atol=1e-4)
 
 
-def test_what_there_is_no_product_for_is_told() -> None:
+def test_unsupported_weights_are_not_taken() -> None:
     q, scale = torch.zeros(8, 96, dtype=torch.int8), torch.ones(8, 2)
     assert not W4A16Linear.takes(QuantisedWeight(q_EK=q, scale_EG=scale, bits=4, group=48))
     assert not W4A16Linear.takes(QuantisedWeight(q_EK=q, scale_EG=scale, bits=8, group=48))

@@ -1,4 +1,4 @@
-"""A lean pass computes what the model's own code computes, and is handed out for no other model."""
+"""A fused pass computes what the model's own code computes, and other models get none."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5, "max_position_embeddings": 512}
 WITH_EXPERTS["gpt-oss"] = ("gpt_oss", GPT_OSS)
 BLOCKS = DENSE | WITH_EXPERTS
-"""Blocks that differ in their parts: a family and how it is configured."""
+"""Blocks with different parts: a model family and its configuration."""
 
 
 def plain(block: str = "llama", **changes: Any) -> Target:
@@ -77,7 +77,9 @@ def plain(block: str = "llama", **changes: Any) -> Target:
 
 
 def sizes_of_panels(block: str) -> dict[str, int]:
-    """Sizes that fill panels and vectors of every processor: else linears cannot be joined and ends round otherwise."""
+    """Sizes that fill panels and vectors of every CPU: otherwise linears cannot be joined and remainders round
+    differently.
+    """
     return {"hidden_size": 64, "intermediate_size": 64} | ({} if block.startswith("phi3") else {"head_dim": 32})
 
 
@@ -107,7 +109,6 @@ def reason_against(caplog: pytest.LogCaptureFixture) -> ReasonAgainst:
 
 
 def zeros(fused: FusedLlama, *, blocks: int = 8, block_size: int = BLOCK_SIZE) -> KVLayers:
-    """Memory for the keys and values of every layer."""
     shape = fused.sizes.key_heads, blocks * block_size, fused.sizes.head_dim
     like = fused.embedding_VD
     return {layer: (like.new_zeros(shape), like.new_zeros(shape)) for layer in range(len(fused.blocks))}
@@ -131,12 +132,12 @@ def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: Sequence[i
 
 @each("tied", [False, True])
 @each("block", BLOCKS)
-def test_a_lean_pass_equals_the_models_own(block: str, tied: bool) -> None:
+def test_a_fused_pass_equals_the_models_own(block: str, tied: bool) -> None:
     target = plain(block, tie_word_embeddings=tied)
     assert_same_pass(target, lean_of(target), range(LAYERS + 1))
 
 
-def test_blocks_are_understood_part_by_part() -> None:
+def test_parts_of_blocks_are_recognised() -> None:
     windows = [block.window for block in recognised(plain("qwen2 with windows")).blocks]
     assert windows == [None, None, 5, 5]
     gemma = recognised(plain("gemma3"))
@@ -152,14 +153,14 @@ def test_blocks_are_understood_part_by_part() -> None:
 
 
 @each("wrong", [{"window": None}, {"rotation": 1}, {"activation": Activation.SILU}, {"scale": 0.2}])
-def test_a_layer_with_another_setting_is_found_out(wrong: dict[str, Any]) -> None:
+def test_a_layer_with_a_wrong_setting_is_rejected(wrong: dict[str, Any]) -> None:
     target = plain("gemma3")
-    with pytest.raises(NotLlamaError, match="behind 1 layers"):
+    with pytest.raises(NotLlamaError, match="after 1 layers"):
         require_same(with_block(recognised(target), 0, **wrong), target)
 
 
 @each("block", WITH_EXPERTS)
-def test_experts_that_compute_something_else_are_found_out(block: str) -> None:
+def test_wrong_experts_are_rejected(block: str) -> None:
     target = plain(block)
     lean = recognised(target)
     layer, experts = next((i, x.mlp) for i, x in enumerate(lean.blocks) if isinstance(x.mlp, PlainExperts))
@@ -172,13 +173,13 @@ def test_experts_that_compute_something_else_are_found_out(block: str) -> None:
         require_same(replace(lean, blocks=blocks), target)
 
     tried()
-    with pytest.raises(NotLlamaError, match=f"its routers gave other routes behind {layer + 1} layers"):
+    with pytest.raises(NotLlamaError, match=f"its routers gave other routes after {layer + 1} layers"):
         tried(router=replace(router, renormalises=not router.renormalises))
-    with pytest.raises(NotLlamaError, match=f"its routers gave other routes behind {layer + 1} layers"):
+    with pytest.raises(NotLlamaError, match=f"its routers gave other routes after {layer + 1} layers"):
         tried(router=replace(router, weight_ED=router.weight_ED.flip(0)))
-    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states after {layer + 1} layers"):
         tried(down_EDI=experts.down_EDI.flip(0))
-    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states after {layer + 1} layers"):
         tried(gating=Activation.GELU_TANH)
 
 
@@ -260,7 +261,7 @@ def test_logits_are_made_for_the_tokens_asked_for() -> None:
     torch.testing.assert_close(run(torch.tensor([7, 2]))[0], everything[[7, 2]])
 
 
-def test_joined_weights_take_the_place_of_their_parts() -> None:
+def test_joined_weights_replace_their_parts() -> None:
     target = plain("qwen2", tie_word_embeddings=True)
     model: Any = target.model
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -277,7 +278,7 @@ def test_joined_weights_take_the_place_of_their_parts() -> None:
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_packed_linears_are_joined_where_they_lie() -> None:
+def test_packed_linears_are_joined_in_place() -> None:
     target = plain(hidden_size=64, head_dim=32, intermediate_size=96)
     model: Any = target.model
     if not pack_linears(model).linears:
@@ -285,14 +286,14 @@ def test_packed_linears_are_joined_where_they_lie() -> None:
     lean = lean_of(target)
     assert_same_pass(target, lean)
     qkv: Any = lean.blocks[1].qkv
-    assert qkv.packed.panels_PKC.data_ptr() == model.model.layers[1].self_attn.q_proj.panels_PKC.data_ptr()
+    assert qkv.linear.panels_PKC.data_ptr() == model.model.layers[1].self_attn.q_proj.panels_PKC.data_ptr()
 
 
 @torch.no_grad()
 def amplifying(left: float) -> Target:
-    """A model in which a quarter of the tokens lose all but a little of one number and grow a hundredfold by the rest.
+    """A model in which a quarter of the tokens lose most of one number and then grow a hundredfold by the rest.
 
-    By hand, and so that all else stays what it is: of the first two layers only one gate is open, and as far for all.
+    Only one gate of the first two layers is open, equally for all tokens, so that everything else stays the same.
     """
     target = plain(mlp_bias=True)
     model: Any = target.model.model
@@ -313,7 +314,7 @@ def amplifying(left: float) -> Target:
 
 
 def wrong_at(product: Product, factor: float, only: Callable[[int], slice] = slice) -> Product:
-    """A product of which some rows are off."""
+    """A product with some wrong rows."""
 
     def product_(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
         made_NE = product(x_ND, out_NE)
@@ -341,7 +342,7 @@ def with_block(lean: FusedLlama, number: int, **parts: Any) -> FusedLlama:
     return replace(lean, blocks=blocks)
 
 
-def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
+def test_amplified_rounding_is_accepted() -> None:
     target = amplifying(left=1e-4)
     lean = recognised(target)
     rounded = with_block(lean, 0, down=wrong_at(gated(lean, 0).down, 1 + 1e-6))
@@ -357,16 +358,16 @@ def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
 
 @each("factor", [1.01, float("nan")])
 @each("layer", range(LAYERS))
-def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) -> None:
+def test_one_wrong_token_of_one_layer_is_rejected(layer: int, factor: float) -> None:
     target = plain()
     lean = recognised(target)
     wrong = with_block(lean, layer, down=wrong_at(gated(lean, layer).down, factor, first_of_two))
-    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states after {layer + 1} layers"):
         require_same(wrong, target)
 
 
 class OffInHalfPrecision(nn.Module):
-    """A linear whose first of two rows is off in half precision alone, as rounding would have it."""
+    """A linear that is wrong in the first of two rows, in half precision only, as rounding could make it."""
 
     def __init__(self, linear: nn.Linear, *, runs_in_float32: bool = True) -> None:
         super().__init__()
@@ -381,7 +382,7 @@ class OffInHalfPrecision(nn.Module):
         return made
 
 
-def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_float32(
+def test_a_token_may_be_off_where_the_models_own_is_further_from_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = in_bfloat16("qwen2")
@@ -390,17 +391,17 @@ def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_f
     mlp.down_proj = OffInHalfPrecision(mlp.down_proj)
     require_same(lean, target)
     wrong = with_block(lean, LAYERS - 1, down=wrong_at(gated(lean, LAYERS - 1).down, 30.0, first_of_two))
-    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {LAYERS} layers.*for one"):
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states after {LAYERS} layers.*for one"):
         require_same(wrong, target)
     for bound in ("NO_WORSE", "NO_WORSE_AT_WORST"):
         with monkeypatch.context() as changed:
             changed.setattr(trial, bound, 0.0)
-            with pytest.raises(NotLlamaError, match=r"for one.*from float32 they lie"):
+            with pytest.raises(NotLlamaError, match=r"for one.*their distance from float32"):
                 require_same(lean, target)
 
 
-def test_tokens_are_held_against_float32_all_together() -> None:
-    """Whose rounding hits which token is chance: ours may be off where the model's own is not, and the other way."""
+def test_distances_from_float32_are_judged_over_all_tokens() -> None:
+    """Which token rounding hits is chance: ours may be off where the model's own is not, and vice versa."""
     errors, precise = trial.Errors(), torch.eye(8)
     theirs, ours = precise.clone(), precise.clone()
     theirs[0] *= 1.5
@@ -409,11 +410,11 @@ def test_tokens_are_held_against_float32_all_together() -> None:
     errors.judge("each layer alone", lambda _: 0.01, single=7.0)
     ours[1] *= 2
     errors.add("states", 1, ours, theirs, precise=precise)
-    with pytest.raises(trial.SingleTokensError, match="those of the model's own code"):
+    with pytest.raises(trial.SingleTokensError, match="that of its own code"):
         errors.judge("each layer alone", lambda _: 0.01, single=7.0)
 
 
-def test_a_layer_that_does_not_run_in_float32_is_no_more_than_a_reason_against() -> None:
+def test_a_layer_that_fails_in_float32_is_rejected_without_a_crash() -> None:
     target = in_bfloat16("qwen2")
     lean = recognised(target)
     mlp = target.model.model.layers[-1].mlp
@@ -422,31 +423,31 @@ def test_a_layer_that_does_not_run_in_float32_is_no_more_than_a_reason_against()
         require_same(lean, target)
 
 
-def test_one_wrong_token_in_half_precision_is_found_out() -> None:
+def test_one_wrong_token_in_half_precision_is_rejected() -> None:
     target = in_bfloat16("qwen2")
     lean = recognised(target)
     require_same(lean, target)
     wrong = with_block(lean, 1, down=wrong_at(gated(lean, 1).down, 3.0, first_of_two))
-    with pytest.raises(NotLlamaError, match=r"each layer alone gave other states behind 2 layers.*for one"):
+    with pytest.raises(NotLlamaError, match=r"each layer alone gave other states after 2 layers.*for one"):
         require_same(wrong, target)
 
 
-def test_one_wrong_token_of_the_head_is_found_out() -> None:
+def test_one_wrong_token_of_the_head_is_rejected() -> None:
     target = plain()
     lean = recognised(target)
     with pytest.raises(NotLlamaError, match="each layer alone gave other logits"):
         require_same(replace(lean, head=wrong_at(lean.head, 1.01, lambda count: slice(count - 1, count))), target)
 
 
-def test_a_wrong_layer_is_not_hidden_by_what_fp8_rounds() -> None:
-    """Behind layers that round rows to 8 bits, 2 % more or less of one are too little to be seen."""
+def test_a_wrong_layer_is_not_hidden_by_fp8_rounding() -> None:
+    """After layers that round rows to 8 bits, an error of 2 % in one layer is invisible."""
     target = plain()
     replace_linears(target.model, "fp8")
     lean = recognised(target)
     assert lean.rounds_rows
     require_same(lean, target)
     wrong = with_block(lean, 1, down=wrong_at(gated(lean, 1).down, 1.02))
-    with pytest.raises(NotLlamaError, match="each layer alone gave other states behind 2 layers"):
+    with pytest.raises(NotLlamaError, match="each layer alone gave other states after 2 layers"):
         require_same(wrong, target)
     with rows_kept():
         assert not W8A8Linear.rounds_rows
@@ -458,7 +459,7 @@ def nothing(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
 
 
 @each("wrongly", ["in another order", "without one", "over one cache"])
-def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str) -> None:
+def test_right_layers_in_a_wrong_sequence_are_rejected(wrongly: str) -> None:
     class Wrong(FusedLlama):
         def forward(
             self, ids_N: Tensor, attention: AttentionBackend, kv: KVLayers, *asked: Any
@@ -479,8 +480,8 @@ def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str)
         require_same(wrong, target)
 
 
-def test_compiled_products_among_weights_of_half_precision_are_a_reason_against(reason_against: ReasonAgainst) -> None:
-    """They read and write float32, and a pass in half precision would have them write past its memory."""
+def test_compiled_products_among_half_precision_weights_are_rejected(reason_against: ReasonAgainst) -> None:
+    """They read and write float32; a half-precision pass would make them write past its memory."""
     kernel, words = load_quantised()
     if kernel is None:
         pytest.skip(words)
@@ -507,11 +508,11 @@ def test_linears_that_are_not_alike_are_not_joined() -> None:
         ("gpt2", {}, "does not consist of"),
         ("olmo2", {}, "does not consist of"),
         ("llama", {"hidden_act": "gelu"}, "activation"),
-        ("granite", {"residual_multiplier": 0.9}, "behind 1 layers"),
-        ("granite", {"embedding_multiplier": 1.1}, "behind 0 layers"),
+        ("granite", {"residual_multiplier": 0.9}, "after 1 layers"),
+        ("granite", {"embedding_multiplier": 1.1}, "after 0 layers"),
         ("granite", {"logits_scaling": 1.1}, "logits"),
         ("cohere", {}, "does not consist of"),
-        ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}, "behind 2 layers"),
+        ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}, "after 2 layers"),
     ],
 )
 def test_other_models_are_refused_with_a_reason(
@@ -520,15 +521,15 @@ def test_other_models_are_refused_with_a_reason(
     assert reason in reason_against(built(family, **changes))
 
 
-def test_a_model_whose_code_does_more_than_its_parts_tell_is_found_out(reason_against: ReasonAgainst) -> None:
+def test_model_code_that_does_more_than_its_parts_is_rejected(reason_against: ReasonAgainst) -> None:
     target = plain()
     layer: Any = target.model.model.layers[2]
     own_forward = layer.forward
     layer.forward = MethodType(lambda self, *args, **kwargs: own_forward(*args, **kwargs) + 0.01, layer)
-    assert "states behind 3 layers" in reason_against(target)
+    assert "states after 3 layers" in reason_against(target)
 
 
-def test_what_a_model_does_to_far_positions_only_is_found_out(reason_against: ReasonAgainst) -> None:
+def test_model_code_that_changes_far_positions_is_rejected(reason_against: ReasonAgainst) -> None:
     target = plain(max_position_embeddings=4096)
     layer: Any = target.model.model.layers[0]
     own_forward = layer.forward
@@ -538,18 +539,18 @@ def test_what_a_model_does_to_far_positions_only_is_found_out(reason_against: Re
         return output * torch.where(position_ids > 2048, 1.1, 1.0)[..., None]
 
     layer.forward = MethodType(forward, layer)
-    assert "states behind 1 layers" in reason_against(target)
+    assert "states after 1 layers" in reason_against(target)
 
 
 @each(
     ("route", "reason"),
     [
-        (lambda self, x, *, ids: x, "does not take rows alone"),
-        (lambda self, x: x, "does not take rows alone"),
-        (lambda self, x: (x[:, :2].long(), x[:, :2].long(), x[:, :2]), "does not give scores, weights and experts"),
+        (lambda self, x, *, ids: x, "cannot be called with rows alone"),
+        (lambda self, x: x, "cannot be called with rows alone"),
+        (lambda self, x: (x[:, :2].long(), x[:, :2].long(), x[:, :2]), "does not return scores, weights and experts"),
     ],
 )
-def test_routers_that_are_called_or_answer_otherwise_are_a_reason(route: Any, reason: str) -> None:
+def test_routers_with_another_signature_are_refused(route: Any, reason: str) -> None:
     target = plain("mixtral")
     calls = calls_of(target)
     router: Any = target.model.model.layers[1].mlp.gate
@@ -562,7 +563,7 @@ def calls_of(target: Target) -> list[AttentionCall]:
     return TargetRunner(target, KVCache(blocks=1, block_size=BLOCK_SIZE)).calls
 
 
-def test_numbers_of_a_head_that_are_not_in_pairs_are_a_reason() -> None:
+def test_an_odd_rotary_dim_is_refused() -> None:
     target = plain()
     calls = calls_of(target)
     rotary: Any = target.model.model.rotary_emb
@@ -571,7 +572,7 @@ def test_numbers_of_a_head_that_are_not_in_pairs_are_a_reason() -> None:
         recognise(target.model, calls)
 
 
-def test_a_norm_that_computes_something_else_is_a_reason() -> None:
+def test_another_norm_is_refused() -> None:
     class Doubling(nn.Module):
         def __init__(self, norm: Any) -> None:
             super().__init__()
@@ -583,11 +584,11 @@ def test_a_norm_that_computes_something_else_is_a_reason() -> None:
     target = plain()
     model: Any = target.model
     model.model.norm = Doubling(model.model.norm)
-    with pytest.raises(NotLlamaError, match="Doubling is no RMSNorm"):
+    with pytest.raises(NotLlamaError, match="Doubling is not an RMSNorm"):
         recognised(target)
 
 
-def test_embeddings_that_do_more_than_multiply_are_a_reason() -> None:
+def test_embeddings_that_do_more_than_scale_are_refused() -> None:
     class Shifted(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids) + 1

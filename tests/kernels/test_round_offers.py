@@ -1,4 +1,4 @@
-"""What the host expected is drafted where it came true so far, and nowhere else."""
+"""Looked-up drafts are placed where the host's expectation came true so far, and nowhere else."""
 
 import random
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def state_of(
 
 @pytest.mark.parametrize("own_depth", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_row_drafts_what_was_expected_behind_what_came(seed: int, own_depth: int) -> None:
+def test_a_row_drafts_what_was_expected_after_its_new_tokens(seed: int, own_depth: int) -> None:
     source = random.Random(seed)
     texts, lengths, offers, wanted = [], [], [], []
     for _ in range(40):
@@ -78,8 +78,8 @@ def test_a_row_near_its_limit_drafts_no_more_than_it_may() -> None:
     assert state.depth_R.tolist() == [2, 0, 1]
 
 
-def test_what_the_drafter_is_to_confirm_goes_on_behind_its_drafts_where_they_are_the_same() -> None:
-    """Of six rows alike: both drafts as expected, the second another, no drafter, nothing behind, a limit, void."""
+def test_a_confirmed_offer_continues_the_drafters_own_drafts() -> None:
+    """Six equal rows: drafts as expected, the second different, no drafter, nothing after them, a limit, void."""
     expected = [4, 5, 6]
     state = state_of([9] * 6, [list(range(10))] * 6, [(10, expected)] * 6, confirmed=True)
     state.drafts_RK[:, :2] = torch.tensor([[4, 5], [4, 9], [4, 5], [4, 5], [4, 5], [4, 5]])

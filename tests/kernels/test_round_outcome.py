@@ -1,4 +1,4 @@
-"""Rounds are settled by the target's own tokens, or by a coin that falls as often as it should."""
+"""Rounds are settled by the target's own tokens, or by a coin with the right rate."""
 
 import torch
 
@@ -19,7 +19,7 @@ def fresh_state() -> RoundState:
     return state
 
 
-def test_the_coin_falls_anew_in_every_round_and_as_often_as_it_should() -> None:
+def test_the_coin_is_tossed_in_every_round_at_the_right_rate() -> None:
     state, chance, lengths, before = fresh_state(), torch.tensor(0.7, dtype=torch.float64), [], None
     token_RQ = torch.full((ROWS, 1 + DEPTH), 8)
     for _ in range(20):
@@ -42,7 +42,7 @@ def test_a_chance_of_none_and_of_all() -> None:
         assert line_RC[:, 1].unique().tolist() == [accepted]
 
 
-def test_limits_and_rows_that_do_not_sample_cut_what_is_new() -> None:
+def test_limits_and_rows_that_do_not_sample_cut_new_tokens() -> None:
     state = fresh_state()
     state.limit_S[:ROWS] = state.length_S[:ROWS] + 1 + torch.arange(ROWS) % 6
     state.row_samples.copy_(torch.arange(ROWS) % 2)

@@ -1,4 +1,4 @@
-"""A continuation is what came next where the end of a text occurred before, and nothing else."""
+"""A continuation is what followed an earlier occurrence of the text's end, and nothing else."""
 
 import random
 from array import array
@@ -15,7 +15,7 @@ FORMS = ["native", "plain"]
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both implementations, one after the other."""
+    """Both implementations."""
     library, why = load_library()
     if request.param == "plain":
         monkeypatch.setattr(suffix_index, "load_library", lambda: (None, "not wanted here"))
@@ -34,7 +34,7 @@ def index_of(*texts: Sequence[int], capacity: int = 4096) -> SuffixIndex:
 
 
 def by_search(text: Sequence[int], most: int, longest: int = 64) -> Continuation | None:
-    """The same by looking at every place of one text, where no chain is too long."""
+    """The expected continuation, by searching every place of one text whose chains are short."""
     for size in SIZES:
         if len(text) < size:
             continue
@@ -61,7 +61,7 @@ def by_search(text: Sequence[int], most: int, longest: int = 64) -> Continuation
 
 
 def random_text(source: random.Random) -> list[int]:
-    """Text of few tokens that quotes itself."""
+    """A text of few distinct tokens that quotes itself."""
     text = [source.randrange(6) for _ in range(4)]
     for _ in range(source.randrange(1, 12)):
         if source.random() < 0.5:
@@ -72,18 +72,18 @@ def random_text(source: random.Random) -> list[int]:
     return text
 
 
-def test_the_continuation_behind_the_longest_match_is_proposed(form: str) -> None:
+def test_the_continuation_of_the_longest_match_is_proposed(form: str) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 9, 2, 3, 8, 1, 2, 3]
     assert index_of(text).propose(text, 4) == Continuation(3, (4, 5, 6, 7), (1, 1, 1, 1), (2, 1, 1, 1))
 
 
-def test_what_came_more_often_is_proposed_and_its_share_told(form: str) -> None:
+def test_the_more_frequent_token_is_proposed_with_its_votes(form: str) -> None:
     text = [3, 1, 2, 7, 4, 1, 2, 8, 5, 1, 2, 7, 6, 1, 2]
     found = index_of(text).propose(text, 1)
     assert found == Continuation(2, (7,), (2,), (3,))
 
 
-def test_a_loop_goes_on_for_as_long_as_is_asked(form: str) -> None:
+def test_a_loop_continues_as_long_as_asked(form: str) -> None:
     text = [5, 1, 2, 3, 1, 2, 3]
     found = index_of(text).propose(text, 8)
     assert found is not None
@@ -96,7 +96,7 @@ def test_text_that_occurred_nowhere_has_no_continuation(form: str) -> None:
     assert index_of([1, 2, 1, 2]).propose([1, 2, 1, 2], 0) is None
 
 
-def test_nothing_goes_on_across_the_end_of_a_text(form: str) -> None:
+def test_nothing_continues_across_the_end_of_a_text(form: str) -> None:
     index = index_of([1, 2, 3, 4], [5, 6, 7], [])
     found = index.propose([9, 2, 3], 5)
     assert found is not None
@@ -106,7 +106,7 @@ def test_nothing_goes_on_across_the_end_of_a_text(form: str) -> None:
     assert index.propose([4, 5, 6], 5) == Continuation(2, (7,), (1,), (1,))
 
 
-def test_tokens_ahead_of_the_text_are_part_of_what_follows_it(form: str) -> None:
+def test_tokens_ahead_of_the_index_are_part_of_the_continuation(form: str) -> None:
     text = [5, 1, 2, 3, 1]
     found = index_of(text).propose([*text, 2, 3, 1], 4, ahead=3)
     assert found is not None
@@ -130,8 +130,8 @@ def test_positions_before_a_given_one_do_not_count(form: str) -> None:
     assert index.propose([4, 5], 1, since=5) is not None
 
 
-def test_what_fell_out_of_the_ring_is_never_proposed(form: str) -> None:
-    """Nor is anything else: a place that others have taken since must not be read for what it was."""
+def test_dropped_tokens_are_never_proposed(form: str) -> None:
+    """A place that newer tokens have overwritten must not be read as before."""
     source = random.Random(5)
     index, text = SuffixIndex(32), list[int]()
     assert index.capacity == 32
@@ -144,12 +144,12 @@ def test_what_fell_out_of_the_ring_is_never_proposed(form: str) -> None:
 
 
 def by_search_in_ring(text: Sequence[int], capacity: int, most: int) -> Continuation | None:
-    """Of a ring, matches and what follows them lie within the newest tokens."""
+    """In a ring, matches and continuations are within the newest tokens."""
     return by_search(text[-capacity:], most)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_form_says_what_a_search_of_the_whole_text_says(form: str, seed: int) -> None:
+def test_every_form_equals_a_search_of_the_whole_text(form: str, seed: int) -> None:
     source = random.Random(seed)
     text = random_text(source)
     index = SuffixIndex(len(text))
@@ -159,7 +159,7 @@ def test_every_form_says_what_a_search_of_the_whole_text_says(form: str, seed: i
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_index_that_grew_token_by_token_is_the_one_built_at_once(form: str, seed: int) -> None:
+def test_an_index_built_in_portions_equals_one_built_at_once(form: str, seed: int) -> None:
     source = random.Random(100 + seed)
     text = random_text(source)
     whole, portions, at = index_of(text), SuffixIndex(4096), 0
@@ -190,7 +190,7 @@ def test_both_forms_give_the_same_answers_about_long_chains_too(seed: int) -> No
         assert native.propose(context, 0, since, 10) == plain.propose(context, 0, since, 10)
 
 
-def test_memory_has_one_size_however_many_tokens_come(form: str) -> None:
+def test_memory_is_fixed(form: str) -> None:
     index = SuffixIndex(1000)
     before = index.bytes
     for start in range(0, 5000, 100):
@@ -199,7 +199,7 @@ def test_memory_has_one_size_however_many_tokens_come(form: str) -> None:
     assert len(index) == 5000
 
 
-def test_an_index_that_ran_out_of_positions_begins_anew(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_ran_out_of_positions_starts_over(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix_index, "MOST_POSITIONS", 10)
     index = index_of([1, 2, 3, 1, 2, 3, 1, 2])
     index.extend([4, 5, 6])

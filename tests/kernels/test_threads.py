@@ -1,4 +1,4 @@
-"""The pool of threads that kernels share: all pieces are done once, and no more threads are made than asked for."""
+"""The thread pool of kernels: all pieces are done once, and no more threads are made than asked for."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def kernel():
 
 @pytest.fixture
 def threads():
-    """Set how many threads there are; afterwards there are as many as before."""
+    """Sets the number of threads, and restores it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -57,7 +57,7 @@ assert len(names()) == len(before) + 2, names()
 """)
 
 
-def test_a_copied_process_makes_threads_of_its_own(kernel):
+def test_a_forked_process_has_threads_of_its_own(kernel):
     run("""
 torch.set_num_threads(3)
 expected = packed(torch.ones(1, 64))
@@ -69,7 +69,7 @@ assert os.waitpid(child, 0)[1] == 0
 """)
 
 
-def test_all_pieces_are_done_whoever_asks_and_however_many_ask_at_once(kernel, threads):
+def test_all_pieces_are_done_with_concurrent_callers(kernel, threads):
     threads(4)
     linears = [torch.nn.Linear(inputs, outputs) for inputs, outputs in ((32, 40), (64, 900), (96, 16))]
     packed = [pack(kernel, [linear])[0] for linear in linears]

@@ -1,4 +1,4 @@
-"""Trees on the device grow, are kept and are walked as lists say that do it for one request after another."""
+"""Trees on the device grow, are kept and are walked like the plain lists of the oracle, request by request."""
 
 import random
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from each import each
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.speculation.draft import Candidates, Tree
-from eyas.kernels.round_layout import BlockShape
+from eyas.kernels.round_tensors import BlockShape
 from eyas.kernels.tree_draft import grow, keep
 from eyas.kernels.tree_nodes import TreeNodes
 from eyas.kernels.tree_outcome import settle_trees
@@ -23,7 +23,7 @@ SHAPES = [(1, 2, 2), (3, 2, 6), (4, 3, 9), (4, 4, 24), (5, 1, 5), (2, 5, 30), (7
 
 
 class World:
-    """Rows with room for trees of any size, and candidates of which many are equally likely."""
+    """Rows with room for trees of any size; many candidates are equally likely."""
 
     def __init__(self, seed: int, tree: Tree) -> None:
         self.chance, self.tree, self.generator = random.Random(seed), tree, torch.Generator().manual_seed(seed)
@@ -45,14 +45,14 @@ class World:
         self.growths = [TreeGrowth(within(tree, most)) if most else None for most in state.depth_R[:rows].tolist()]
 
     def candidates(self, nodes: int) -> tuple[Tensor, Tensor]:
-        """So many times W. Drawn ones do not come by their probability."""
+        """Candidates of `nodes` nodes, not in order of probability."""
         width = self.tree.width
         token_MW = torch.tensor([self.chance.sample(range(SIZE), width) for _ in range(nodes)])
         sure = [[self.chance.choice([0.0, 0.1, 0.25, 0.3, 0.5, 0.9]) for _ in range(width)] for _ in range(nodes)]
         return token_MW, torch.tensor(sure, dtype=torch.float32)
 
     def grow(self) -> None:
-        """All depths, each compared."""
+        """Grow all depths and compare each."""
         rows, width, layout = self.rows, self.tree.width, None
         newest: list[list[int]] = [[-1] for _ in range(rows)]
         for at in range(1, self.tree.depth + 1):
@@ -78,7 +78,7 @@ class World:
                     assert sees_RW[row].tolist() == [bits(seen) for seen in growth.seen()]
 
     def drafts(self) -> list[Draft]:
-        """What is kept of each row, by the lists."""
+        """The kept nodes of each row, by the oracle."""
         return [Draft() if growth is None else growth.offered() for growth in self.growths]
 
 
@@ -113,7 +113,7 @@ def test_trees_grow_and_are_kept(seed: int, shape: tuple[int, int, int]) -> None
 
 @each("shape", SHAPES)
 @each("seed", range(6))
-def test_trees_are_walked_by_the_targets_own_tokens(seed: int, shape: tuple[int, int, int]) -> None:
+def test_trees_are_walked_along_the_targets_tokens(seed: int, shape: tuple[int, int, int]) -> None:
     depth, width, budget = shape
     world = World(seed, Tree(depth=depth, width=width, budget=budget))
     world.grow()

@@ -9,10 +9,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.drafter.attention import DenseAttention, KeysAndValues
+from eyas.drafter.attention import KeysAndValues, attend_densely, causal_mask
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
+
+
+class DenseAttention:
+    """Causal attention of one sequence, without a cache that is written in place.
+
+    `past` is `present` of an earlier pass. Several continuations, such as branches of a tree, can share one past.
+    """
+
+    def __init__(self, past: Sequence[KeysAndValues] = ()) -> None:
+        self._past = past
+        self.present: list[KeysAndValues] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from the new slots [T, H, K] to past and new ones."""
+        assert layer == len(self.present), "layers call in order, once each"
+        if self._past:
+            past_k, past_v = self._past[layer]
+            k, v = torch.cat([past_k, k]), torch.cat([past_v, v])
+        self.present.append((k, v))
+        return attend_densely(q, k, v, causal_mask(len(q), len(k), device=q.device))
 
 
 class DenseTarget:
@@ -35,7 +55,7 @@ class DenseTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleState:
-    """Where a draft stands: keys and values so far, and what the last slot left."""
+    """State of a draft: keys and values so far, and the last slot's output."""
 
     past: Sequence[KeysAndValues]
     normed_D: Tensor

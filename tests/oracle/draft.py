@@ -8,7 +8,7 @@ from eyas.engine.speculation.draft import MOST_IN_TREE, Candidates
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """Tokens proposed behind a request's newest one: a tree in which a parent precedes its children."""
+    """Draft tokens after a request's newest token: a tree in which a parent precedes its children."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -16,17 +16,17 @@ class Draft:
     confidences: tuple[float, ...] = ()
     """The drafter's probability of each token behind its parent."""
     candidates: Mapping[int, Candidates] = field(default_factory=dict)
-    """Behind some of the tokens, -1 included, all that was looked at, whether it is proposed or not."""
+    """All candidates considered after some tokens, -1 included, proposed or not."""
 
     @property
     def depth(self) -> int:
-        """The most tokens that could be accepted."""
+        """Maximum number of tokens that can be accepted."""
         if self.is_chain:
             return len(self.tokens)
         return max((len(self.path(index)) for index in range(len(self.tokens))), default=0)
 
     def only(self, nodes: Collection[int]) -> "Draft":
-        """Some of the tokens, in their order, each with all that lead to it."""
+        """A subset of the tokens, which includes their parents."""
         if len(nodes) == len(self.tokens):
             return self
         place = {-1: -1} | {node: index for index, node in enumerate(nodes)}

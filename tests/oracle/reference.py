@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from eyas.errors import UserError
-from eyas.sampling import Sampling, one_hot, probabilities
+from eyas.sampling import Sampling
 from oracle.rejection import Candidate, Draws, require_unshaped, try_candidates
+from oracle.shaping import one_hot, probabilities
 
 State = TypeVar("State")
 
@@ -38,7 +39,7 @@ class DraftModel(Protocol[State]):
     """The drafter, as two functions over a state that may be branched freely."""
 
     def start(self, ids: Sequence[int], aux_TX: Tensor) -> State:
-        """Read ids; aux are the target's states of all of them but the newest, which it has not seen yet."""
+        """Read ids; `aux_TX` are the target's states of all but the newest."""
         ...
 
     def extend(self, state: State, token: int) -> State:
@@ -131,7 +132,7 @@ def decode_plainly(
     sampling: Sampling | None = None,
     stop_ids: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Decode without speculation: what `decode_speculatively` must be indistinguishable from."""
+    """Decode without speculation; `decode_speculatively` must have the same distribution."""
     sampling = sampling or Sampling()
     require_unshaped(sampling, "the reference decoder")
     _require_tokens(prompt)
@@ -180,7 +181,7 @@ def draft(
     sampling: Sampling,
     draws: Draws,
 ) -> Node:
-    """Grow a tree of candidates behind the newest token."""
+    """Grow a tree of candidates after the newest token."""
     width = shape.width if isinstance(shape, Tree) else 1
     root = Node(candidate=None, depth=0, confidence=1.0)
     if shape.depth == 0:
@@ -224,7 +225,7 @@ def _best_candidates(logits_V: Tensor, width: int) -> list[Candidate]:
 
 
 def _draw_candidates(q_V: Tensor, width: int, draws: Draws) -> list[Candidate]:
-    """Draw siblings without replacement: each from what the earlier ones left of q."""
+    """Sample siblings without replacement, each from the rest of q."""
     candidates: list[Candidate] = []
     for _ in range(width):
         total = q_V.sum()
@@ -241,7 +242,7 @@ def _draw_candidates(q_V: Tensor, width: int, draws: Draws) -> list[Candidate]:
 def verify(
     target: TargetModel, ids: Sequence[int], root: Node, sampling: Sampling, draws: Draws
 ) -> tuple[list[int], Tensor]:
-    """Accepted tokens plus one of the target's own, and the target's states of everything before that one."""
+    """Accepted tokens plus one of the target, and the target's states of all tokens before it."""
     paths = _paths(root)
     outputs = target([[*ids, *_tokens(path)] for path in paths])
     node, accepted = root, list[Node]()

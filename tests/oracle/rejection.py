@@ -1,4 +1,4 @@
-"""Rejection sampling as the papers have it (Leviathan et al. 2023, Chen et al. 2023): what the oracle decodes by.
+"""Rejection sampling (Leviathan et al. 2023, Chen et al. 2023), by which the oracle decodes.
 
 p is the target's distribution and q the one that a draft was drawn from. Chance is an argument (`Draws`): a seeded
 generator in decoding, every outcome in turn in the exact tests. The engine does without: its token is a function of p
@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from eyas.errors import UserError
-from eyas.sampling import Sampling, count_tokens, shape_counted
+from eyas.sampling import Sampling
+from oracle.shaping import count_tokens, shape_counted, shapes_logits
 
 
 def require_unshaped(sampling: Sampling, decoder: str) -> None:
-    """Refuse options that a decoder without `shape_logits` would silently leave out."""
-    if sampling.shapes_logits:
+    """Raise for options that a decoder without `shape_logits` would ignore."""
+    if shapes_logits(sampling):
         raise UserError(f"{decoder} has no penalties, logit_bias or allowed_tokens; leave them out or use the engine")
 
 
 class Draws(Protocol):
-    """Where chance comes from."""
+    """Source of randomness."""
 
     def coin(self, probability: float) -> bool:
         """True with this probability."""
@@ -37,7 +38,7 @@ class Draws(Protocol):
 
 
 class SeededDraws:
-    """Reproducible chance."""
+    """Seeded randomness."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -54,7 +55,7 @@ class SeededDraws:
 def shape_logits(
     logits_V: Tensor, sampling: Sampling, *, prompt: Sequence[int] = (), output: Sequence[int] = ()
 ) -> Tensor:
-    """The logits [..., V] by which the next token is chosen, behind this prompt and the output so far."""
+    """Logits [..., V] with allowed tokens, bias and penalties, after this prompt and output."""
     prompt_V = output_V = None
     if sampling.penalises:
         prompt_V, output_V = count_tokens([prompt, output], logits_V.shape[-1], logits_V.device)
@@ -63,14 +64,14 @@ def shape_logits(
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A drafted token and the distribution it was drawn from; a greedy draft was drawn from a one-hot one."""
+    """A draft token and the distribution it was sampled from (one-hot for greedy drafts)."""
 
     token: int
     q_V: Tensor
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """What p has above q, normalised: the target's distribution once a candidate from q was turned down."""
+    """The normalised excess of p over q: the target's distribution after a candidate from q was rejected."""
     excess_V = (p_V - q_V).clamp(min=0)
     total = excess_V.sum()
     # Nothing above q means p equals q up to rounding; then no candidate can be turned down but by rounding.
@@ -78,7 +79,7 @@ def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
 
 
 def try_candidates(p_V: Tensor, candidates: Sequence[Candidate], draws: Draws) -> tuple[int | None, Tensor]:
-    """Offer siblings in turn: the index of the accepted one, or None and the distribution left to draw from.
+    """Offer siblings in turn; return the index of the accepted one, or None and the remaining distribution.
 
     Candidate x is accepted with probability min(1, p(x) / q(x)); otherwise p becomes the residual and the next is
     tried. Lossless if each candidate was drawn from its q given the earlier ones, and if whether it is offered at

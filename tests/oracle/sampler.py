@@ -25,37 +25,36 @@ from torch import Tensor
 
 from eyas.engine.logprobs import TokenLogprobs, logprob_columns, tell_logprobs
 from eyas.kernels.noise import race
-from eyas.sampling import IMPOSSIBLE, Sampling, count_tokens, probabilities, shape_counted
+from eyas.sampling import IMPOSSIBLE, Sampling
+from oracle.shaping import count_tokens, probabilities, shape_counted, shapes_logits
 
-MOST_AT_ONCE = 2**25
-"""Logits that are sampled from together, which bounds the memory that noise takes."""
 FAINT = 1e-20
-"""What a token that the cuts took out of q still weighs as a sibling."""
+"""Weight of siblings that top-k, top-p or min-p removed from q."""
 HINDRANCE = 1e4
-"""What is taken from the draft logit of a token that a mask forbids: more than logits differ by."""
+"""Subtracted from draft logits of tokens that a mask forbids; larger than any difference of logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingMetadata:
-    """A token to choose: how, by which chance, and behind what."""
+    """Options, noise counters and context of a token to sample."""
 
     sampling: Sampling
     position: int
-    """Absolute index of the token, which counts the noise."""
+    """Absolute index of the token, a counter of the noise."""
     seed: int = 0
-    """The request's own, within int64."""
+    """Seed of the request, within int64."""
     before: Sequence[int] = ()
-    """All tokens before it, drafts on the way included; only looked at for penalties."""
+    """All tokens before it, drafts included; used for penalties only."""
     prompt_length: int = 0
-    """How many of those are the prompt's."""
+    """How many of them belong to the prompt."""
     banned: frozenset[int] = frozenset()
-    """Tokens that may not come here, such as stop tokens before the shortest length."""
+    """Tokens forbidden here, such as stop tokens before the minimum length."""
     mask_V: Tensor | None = None
-    """Which tokens may come here; on the host, as whoever makes it does."""
+    """Tokens allowed here by a grammar, on the host."""
 
 
 def choose(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
-    """The target's own token of each row [N]. Something must be left to choose from in each."""
+    """The target's token of each row [N]; at least one token must be allowed."""
     assert len(wanted) == len(logits_NV), "one row for each wanted token"
     if _plainly_greedy(wanted):
         return logits_NV.argmax(dim=-1)
@@ -66,11 +65,11 @@ def choose(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _plainly_greedy(wanted: Sequence[SamplingMetadata]) -> bool:
-    """Whether the largest logit is the answer everywhere."""
+    """Whether all rows are greedy without further options."""
     plain: Sampling | None = None
     for one in wanted:
         if one.sampling is not plain:
-            if one.sampling.temperature != 0 or one.sampling.shapes_logits:
+            if one.sampling.temperature != 0 or shapes_logits(one.sampling):
                 return False
             plain = one.sampling
         if one.banned or one.mask_V is not None:
@@ -81,17 +80,13 @@ def _plainly_greedy(wanted: Sequence[SamplingMetadata]) -> bool:
 def _alike(
     wanted: Sequence[SamplingMetadata], logits_NV: Tensor
 ) -> Iterator[tuple[Tensor | slice, list[SamplingMetadata]]]:
-    """Rows of the same sampling, no more at once than memory should hold, as an index and what they want."""
-    most = max(1, MOST_AT_ONCE // logits_NV.shape[-1])
+    """Groups of rows with equal options, as an index with their metadata."""
     groups: dict[Sampling, list[int]] = {}
     for row, one in enumerate(wanted):
         groups.setdefault(one.sampling, []).append(row)
-    for group in groups.values():
-        for start in range(0, len(group), most):
-            rows = group[start : start + most]
-            everyone = len(rows) == len(wanted)
-            index = slice(None) if everyone else torch.tensor(rows, device=logits_NV.device)
-            yield index, [wanted[row] for row in rows]
+    for rows in groups.values():
+        index = slice(None) if len(rows) == len(wanted) else torch.tensor(rows, device=logits_NV.device)
+        yield index, [wanted[row] for row in rows]
 
 
 def _choose_alike(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
@@ -114,7 +109,7 @@ def _shape(logits_NV: Tensor, wanted: Sequence[SamplingMetadata], sampling: Samp
 
 
 def _forbid(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
-    """Take out what may not come at this position. Nothing raises such a logit again, so it may be done last."""
+    """Forbid banned and masked tokens, after all other options."""
     banned = [(row, token) for row, one in enumerate(wanted) for token in one.banned]
     masked = [row for row, one in enumerate(wanted) if one.mask_V is not None]
     if banned or masked:
@@ -130,7 +125,7 @@ def _forbid(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _masks(wanted: Sequence[SamplingMetadata], device: torch.device) -> Tensor:
-    """The masks of rows that have one [M, V], brought to the device at once."""
+    """Masks [M, V] of the rows that have one, on the device."""
     return torch.stack([one.mask_V for one in wanted if one.mask_V is not None]).to(device)
 
 
@@ -140,7 +135,7 @@ def _counters(wanted: Sequence[SamplingMetadata], device: torch.device) -> tuple
 
 
 def log_probabilities(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> list[TokenLogprobs]:
-    """Log probability and rank of each chosen token, beside so many of the most likely ones."""
+    """Log probability and rank of each chosen token, with alternatives."""
     return tell_logprobs(token_N, logprob_columns(logits_NV, token_N, alternatives), alternatives)
 
 
@@ -149,11 +144,11 @@ class Drawn:
     """Drafts of rows [R], or siblings [R, S] with the most promising first."""
 
     index: Tensor
-    """Places in the draft vocabulary."""
+    """Indices in the draft vocabulary."""
     token: Tensor
-    """The same as target ids."""
+    """Target ids."""
     confidence: Tensor
-    """The drafter's own probability, by a plain softmax."""
+    """Softmax probability by the drafter."""
 
     @property
     def tokens(self) -> list[Any]:
@@ -175,7 +170,7 @@ def draw(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tenso
 
 
 def draw_many(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tensor, width: int) -> Drawn:
-    """Siblings for each row [R, width]. token_W are the target ids of the draft vocabulary, which count the noise.
+    """Siblings for each row [R, width]; token_W are the target ids of the draft vocabulary, counters of the noise.
 
     A greedy request takes the largest logits, another one the first by q / E, where q has its temperature and its
     cuts. Penalties, bias and bans are left out: they are the target's affair, and a draft is only a guess at its token.

@@ -1,17 +1,17 @@
-"""A tree while it grows, by lists: the dynamic tree of EAGLE-2, for one request."""
+"""Growth of an EAGLE-2 tree for one request, by lists."""
 
 from eyas.engine.speculation.draft import Candidates, Tree
 from oracle.draft import Draft, path_to
 
 
 def within(tree: Tree, slots: int) -> Tree:
-    """A tree as far as so many slots allow."""
+    """A tree limited to a number of slots."""
     depth = min(tree.depth, max(1, slots // tree.width + 1))
     return Tree(depth=depth, width=tree.width, budget=min(tree.budget, slots))
 
 
 class TreeGrowth:
-    """One request's tree while it grows."""
+    """The growing tree of one request."""
 
     def __init__(self, shape: Tree) -> None:
         self.shape = shape
@@ -21,13 +21,13 @@ class TreeGrowth:
         self.grown: list[int] = []
         """Nodes that the drafter has run, in the order of their slots."""
         self.newest: list[int] = []
-        """The last of them, which it is about to run."""
+        """The nodes that the drafter runs next."""
         self._sure: list[float] = []
         self._path_sure: list[float] = []
         self._candidates: dict[int, Candidates] = {}
 
     def add(self, parent: int, candidates: Candidates) -> None:
-        """Take candidates behind a node, -1 for the root; the first of them are nodes from now on.
+        """Add candidates after a node, -1 for the root; the first `width` become nodes.
 
         Drawn ones need not come by their probability. They come by their promise, so one counts for no less than any
         after it.
@@ -44,7 +44,7 @@ class TreeGrowth:
             self._path_sure.append(path_sure * max(confidences[rank:]))
 
     def grow(self, depth: int) -> list[int]:
-        """The most confident nodes of the depth before, which get children now."""
+        """The most confident nodes of the previous depth, which get children."""
         nodes: list[int] = []
         if depth <= self.shape.depth:
             level = [node for node, at in enumerate(self.depths) if at == depth - 1]
@@ -54,7 +54,7 @@ class TreeGrowth:
         return nodes
 
     def seen(self) -> list[list[bool]]:
-        """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
+        """Which grown nodes the newest nodes attend to: themselves and their ancestors."""
         paths = [set(path_to(self.parents, node)) for node in self.newest]
         return [[other in path for other in self.grown] for path in paths]
 

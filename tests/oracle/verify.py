@@ -1,4 +1,4 @@
-"""Verification as the host would do it: which drafts equal the target's own tokens."""
+"""Verification on the host: which drafts equal the target's tokens."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int
 
 
 def sampling_metadata(seq: SequenceState, drafts: Sequence[int]) -> SamplingMetadata:
-    """How a request's token behind its tokens and these drafts is chosen."""
+    """Metadata for sampling a request's token after its tokens and these drafts."""
     request = seq.request
     return SamplingMetadata(
         sampling=request.sampling,

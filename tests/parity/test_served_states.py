@@ -22,8 +22,8 @@ import torch
 from default_drafter import training_prompts
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
+from eyas.train.batch import CorpusPacks
 from eyas.train.corpus.corpus import Corpus
-from eyas.train.epochs import CorpusPacks
 from eyas.train.features import Features, FetchingSource
 from eyas.train.init import config_for, init_drafter
 from eyas.train.loop import LoopConfig, train

@@ -1,4 +1,4 @@
-"""Acceptance as it is told: shares by position, a length at a depth, or lengths that were measured."""
+"""Acceptance profiles: shares by position, a length at a depth, measured lengths."""
 
 import pytest
 

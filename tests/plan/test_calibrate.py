@@ -1,5 +1,4 @@
-"""Constants are found again from steps that were made with them, what they leave over is kept by tokens, and the error
-that is told is one of rows unseen."""
+"""The fit recovers known constants, keeps factors by tokens, and reports errors of rows left out."""
 
 from __future__ import annotations
 
@@ -11,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from each import each
-from eyas.cli.plan import _measured_pair
 from eyas.errors import UserError
 from eyas.plan.calibrate import MeasuredStep, StepWork, calibrate, check, choose_overlap, find_calibration
 from eyas.plan.cards import find_card
 from eyas.plan.decoder import read_decoder
 from eyas.plan.measured import read_measured
-from eyas.plan.pass_factors import AS_FITTED, Factors, PassFactors
 from eyas.plan.quantisation import parse_quantisation
+from eyas.plan.request import measured_pair
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape
-from eyas.plan.roofline import Pair, Speed, speed_of
+from eyas.plan.roofline import AS_FITTED, Factors, Pair, PassFactors, Speed, speed_of
 
 PAIR = Pair(
     decoder=read_decoder(DEFAULT_CONFIG, "smollm2"),
@@ -47,7 +45,7 @@ def works(made: list[MeasuredStep]) -> list[StepWork]:
     return [step.work(PAIR) for step in made]
 
 
-def test_constants_are_found_again() -> None:
+def test_the_fit_recovers_constants() -> None:
     found = calibrate(START, works(steps(TRUE)))
     for work in works(steps(TRUE)):
         assert found.seconds(work.verify, work.drafts) == pytest.approx(work.step.seconds, rel=0.02)
@@ -55,13 +53,13 @@ def test_constants_are_found_again() -> None:
 
 
 @each("overlap", [1.0, 1.5, 3.0])
-def test_the_overlap_that_steps_were_made_with_is_chosen(overlap: float) -> None:
+def test_the_fit_chooses_the_true_overlap(overlap: float) -> None:
     true = replace(TRUE, overlap=overlap)
     assert choose_overlap(START, works(steps(true, noise=0.01))).overlap == overlap
     assert choose_overlap(START, works(steps(true)[:7])) is START, "too few to tell"
 
 
-def test_one_row_moves_the_constants_towards_it_and_keeps_them_sane() -> None:
+def test_a_fit_to_one_row_stays_near_the_start() -> None:
     (row,) = works([step for step in steps(TRUE) if step.users == 1 and step.depth == 0])
     found = calibrate(START, [row])
     assert found.seconds(row.verify) == pytest.approx(row.step.seconds, rel=0.05)
@@ -69,7 +67,7 @@ def test_one_row_moves_the_constants_towards_it_and_keeps_them_sane() -> None:
         assert 0.2 * start < end < 5 * start
 
 
-def test_rows_left_out_are_predicted_and_noise_shows_in_the_error() -> None:
+def test_left_out_rows_are_predicted_and_noise_raises_the_error() -> None:
     exact = check(START, works(steps(TRUE)))
     noisy = check(START, works(steps(TRUE, noise=0.2)))
     assert max(abs(one.error) for one in exact) < 0.03
@@ -78,7 +76,7 @@ def test_rows_left_out_are_predicted_and_noise_shows_in_the_error() -> None:
     assert all((one.speedup is None) == (one.step.depth == 0) for one in exact)
 
 
-def test_the_error_of_a_row_does_not_come_from_the_row_itself() -> None:
+def test_the_error_of_a_row_is_independent_of_the_row() -> None:
     made = steps(TRUE)
     odd = MeasuredStep(**{**vars(made[-1]), "seconds": 3 * made[-1].seconds})
     assert check(START, works([*made[:-1], odd]))[-1].error == pytest.approx(1 / 3 - 1, abs=0.05)
@@ -104,7 +102,7 @@ def stairs(users: tuple[int, ...] = (1, 2, 4, 8, 16)) -> list[MeasuredStep]:
     return made
 
 
-def test_what_was_measured_is_told_as_it_was_and_steps_between_lie_between() -> None:
+def test_measured_steps_are_reproduced_and_others_interpolated() -> None:
     made = stairs()
     found = calibrate(START, works(made))
     constants = replace(found, factors=AS_FITTED)
@@ -120,14 +118,14 @@ def test_what_was_measured_is_told_as_it_was_and_steps_between_lie_between() -> 
     assert max(abs(gain) for gain in gains.values()) < 0.1
 
 
-def test_drafts_that_were_not_timed_are_those_of_the_constants() -> None:
+def test_untimed_drafts_have_no_factors() -> None:
     made = [replace(step, draft_seconds=None) for step in stairs()]
     found = calibrate(START, works(made))
     assert found.factors.first_draft == found.factors.further_drafts == Factors()
     assert [tokens for tokens, _ in found.factors.verify.points] == sorted({step.verified for step in made})
 
 
-def test_another_pair_gets_the_constants_alone() -> None:
+def test_another_pair_gets_constants_without_factors() -> None:
     found = find_calibration(PAIR, START, stairs((1, 4)))
     assert found.apply(START, PAIR).factors == found.factors != AS_FITTED
     other = found.apply(START, replace(PAIR, drafter=None))
@@ -135,21 +133,22 @@ def test_another_pair_gets_the_constants_alone() -> None:
     assert other == replace(START.scaled(found.constants), overlap=found.overlap)
 
 
-def test_prices_of_what_was_not_measured_are_the_constants_times() -> None:
-    prices = PAIR.prices(TRUE, rows=4, context=500, reads=2.0)
-    assert prices.verify(12) == TRUE.seconds(PAIR.verify(rows=4, tokens=16, context=500))
-    assert prices.draft(3, 8, 8) == pytest.approx(TRUE.seconds(PAIR.draft(rows=4, passes=3, tokens=16, context=500)))
-    assert prices.draft(0, 0, 0) == 0
+def test_step_times_without_factors_follow_the_constants() -> None:
+    verify = TRUE.seconds(PAIR.verify(rows=4, tokens=16, context=500))
+    draft = TRUE.seconds(PAIR.draft(rows=4, passes=3, tokens=16, context=500))
+    assert PAIR.step_seconds(TRUE, rows=4, drafts=12, reads=2.0, context=500) == pytest.approx(verify + draft)
+    plain = TRUE.seconds(PAIR.verify(rows=4, tokens=4, context=500))
+    assert PAIR.step_seconds(TRUE, rows=4, drafts=0, reads=2.0, context=500) == plain
 
 
-def test_factors_lie_between_those_that_were_found_and_are_level_outside() -> None:
+def test_factors_are_interpolated_and_constant_outside() -> None:
     factors = Factors(points=((2, 1.0), (8, 2.0)))
     assert [factors.at(count) for count in (1, 2, 4, 8, 100)] == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.0])
     assert Factors().at(3) == 1
 
 
 @each(("users", "told"), [(4, False), (1, True)])
-def test_speedups_are_told_without_the_plain_step_but_for_the_fewest_users(users: int, told: bool) -> None:
+def test_speedups_are_predicted_without_the_plain_step_except_for_the_fewest_users(users: int, told: bool) -> None:
     made = stairs((1, 4))
     odd = [replace(one, seconds=2 * one.seconds) if (one.users, one.depth) == (users, 0) else one for one in made]
     before, after = (
@@ -166,10 +165,10 @@ def test_speedups_are_told_without_the_plain_step_but_for_the_fewest_users(users
 RECORDED = Path(__file__).parent / "calibrations"
 
 
-def test_a_recorded_calibration_tells_rows_left_out_and_others_within_10_percent() -> None:
+def test_a_recorded_calibration_predicts_left_out_and_new_rows_within_10_percent() -> None:
     """The default target as it is stored, on one Neoverse-N1 core, in processor time (docs/plan.md)."""
     bench = read_measured(RECORDED / "n1-one-core.json")
-    pair = _measured_pair(bench, "cpu")
+    pair = measured_pair(bench, "cpu")
     start = speed_of(find_card("cpu", memory=24, bandwidth=20, tflops=0.1), pair.quantisation)
     found = find_calibration(pair, start, bench.steps)
     errors = [abs(one.speedup_error) for one in found.checked if one.speedup_error is not None]
@@ -245,11 +244,15 @@ def test_a_record_of_eyas_bench_is_read(tmp_path: Path) -> None:
         ([], "holds a list"),
     ],
 )
-def test_other_records_are_refused(tmp_path: Path, record: object, said: str) -> None:
+def test_wrong_bench_records_are_refused(tmp_path: Path, record: object, said: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(record))
     with pytest.raises(UserError, match=said):
         read_measured(path)
+
+
+STEP = {"users": 1, "depth": 1, "length": 1.5, "tokens_per_second": 5, "context": 1}
+BAD_DRAFT_SECONDS = (3, [], [0.1], [0.1, -1], [0, 0], [0.1, "x"], [0.1, True], [0.2, 0.1], [float("nan"), 0])
 
 
 @each(
@@ -258,38 +261,20 @@ def test_other_records_are_refused(tmp_path: Path, record: object, said: str) ->
         ([], "holds no steps"),
         ("x", "holds no steps"),
         ([3], "step 1 .* must be an object"),
-        ([{"users": 0, "depth": 0, "tokens_per_second": 5, "context": 1}], "users 0"),
-        ([{"users": 1, "depth": 0, "context": 1}], "tokens_per_second None"),
-        ([{"users": 1, "depth": 3, "tokens_per_second": 5, "context": 1}], "length None"),
-        ([{"users": 1, "depth": 3, "length": 4.5, "tokens_per_second": 5, "context": 1}], "4.5 at depth 3"),
-        (
-            [{"users": 1, "depth": 1, "length": 1.5, "tokens_per_second": 5, "context": 1, "accepted": [2]}],
-            r"accepted \[2\]",
-        ),
-        *(
-            (
-                [
-                    {
-                        "users": 1,
-                        "depth": 1,
-                        "length": 1.5,
-                        "tokens_per_second": 5,
-                        "context": 1,
-                        "draft_seconds": drafts,
-                    }
-                ],
-                "draft_seconds",
-            )
-            for drafts in (3, [], [0.1], [0.1, -1], [0, 0], [0.1, "x"], [0.1, True], [0.2, 0.1], [float("nan"), 0])
-        ),
+        ([{**STEP, "users": 0}], "users 0"),
+        ([{**STEP, "tokens_per_second": None}], "tokens_per_second None"),
+        ([{**STEP, "length": None}], "length None"),
+        ([{**STEP, "depth": 3, "length": 4.5}], "4.5 at depth 3"),
+        ([{**STEP, "accepted": [2]}], r"accepted \[2\]"),
+        *(([{**STEP, "draft_seconds": seconds}], "draft_seconds") for seconds in BAD_DRAFT_SECONDS),
     ],
 )
-def test_a_bench_that_says_something_else_is_refused(tmp_path: Path, rows: object, said: str) -> None:
+def test_wrong_steps_are_refused(tmp_path: Path, rows: object, said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_measured(write(tmp_path / "bench.json", rows))
 
 
-def test_a_file_that_is_no_bench_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read --measured"):
         read_measured(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")

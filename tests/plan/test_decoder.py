@@ -1,4 +1,4 @@
-"""Weights counted from config.json are the weights that transformers builds, for every architecture of the table."""
+"""Weights counted from config.json are those that transformers builds, for every architecture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from each import each
 from eyas.errors import UserError
-from eyas.plan.decoder import Decoder, read_decoder
+from eyas.plan.decoder import read_decoder
 from eyas.plan.families import FAMILIES
 from known_configs import LLAMA_8B, QWEN3_30B_A3B
 
@@ -23,8 +23,6 @@ SMALL = {
 LATENT = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
     "n_group": 2,
     "topk_group": 1,
@@ -34,37 +32,16 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 20,
 }
-EXPERTS = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 80,
-        "decoder_sparse_step": 2,
-    },
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "mlp_only_layers": [1],
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": True,
-        "attention_bias": True,
-    },
-    "llama4_text": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 160,
-        "interleave_moe_layer_step": 2,
-    },
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SPARSE = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 80, "decoder_sparse_step": 2},
+    "qwen3_moe": {"num_experts": 4, "mlp_only_layers": [1]},
+    "gpt_oss": {"num_local_experts": 4},
+    "glm4_moe": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"use_qk_norm": True, "attention_bias": True},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1}
+    | {"intermediate_size_mlp": 160, "interleave_moe_layer_step": 2},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
@@ -74,20 +51,21 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def small(kind: str, **changes: object) -> dict[str, object]:
-    return {"model_type": kind, **SMALL, **EXPERTS.get(kind, {}), **changes}
+    experts = {**EXPERTS, **SPARSE[kind]} if kind in SPARSE else {}
+    return {"model_type": kind, **SMALL, **experts, **changes}
 
 
 def test_llama_3_1_8b_by_hand() -> None:
     decoder = read_decoder(LLAMA_8B, "llama")
     assert decoder.parameters == decoder.active_parameters == 8_030_261_248
-    assert decoder.kv_width * len(decoder.layers) * 2 == 131_072, "128 KiB a token in 16 bits"
+    assert decoder.kv_width_on(1) * len(decoder.layers) * 2 == 131_072, "128 KiB a token in 16 bits"
 
 
 def test_qwen3_30b_a3b_by_hand() -> None:
     decoder = read_decoder(QWEN3_30B_A3B, "qwen")
     assert decoder.parameters == 30_532_122_624
     assert decoder.active_parameters == 3_353_032_704
-    assert decoder.kv_width * len(decoder.layers) * 2 == 98_304
+    assert decoder.kv_width_on(1) * len(decoder.layers) * 2 == 98_304
 
 
 @each("kind", FAMILIES)
@@ -103,7 +81,7 @@ def test_biases_are_counted(kind: str) -> None:
     assert read_decoder(config, kind).parameters == built_parameters(config)
 
 
-def test_a_latent_without_a_narrow_place_for_queries_and_glm_without_norms_are_counted() -> None:
+def test_latents_without_query_compression_and_glm_without_norms_are_counted() -> None:
     for config in (
         small("deepseek_v2", q_lora_rank=None),
         small("deepseek_v3", q_lora_rank=None),
@@ -123,7 +101,7 @@ def built_parameters(config: dict[str, object]) -> int:
     return sum(parameter.numel() for parameter in {id(p): p for p in model.parameters()}.values())
 
 
-def test_what_a_pass_reads_of_experts_grows_with_its_tokens_and_never_beyond_all() -> None:
+def test_read_experts_grow_with_tokens_up_to_all() -> None:
     layer = read_decoder(QWEN3_30B_A3B, "qwen").layers[0]
     reads = [layer.read(tokens) for tokens in (1, 2, 8, 64, 4096)]
     assert reads[0] == pytest.approx(layer.used)
@@ -131,30 +109,25 @@ def test_what_a_pass_reads_of_experts_grows_with_its_tokens_and_never_beyond_all
     assert reads[-1] == pytest.approx(layer.matrices)
 
 
-def windows(decoder: Decoder) -> list[int | None]:
-    return [layer.window for layer in decoder.layers]
-
-
 def test_windows() -> None:
-    assert windows(read_decoder(small("mistral", sliding_window=8), "m")) == [8] * 4
-    assert windows(read_decoder(small("mistral", sliding_window=None), "m")) == [None] * 4
-    assert windows(read_decoder(small("gemma2", sliding_window=8), "g")) == [8, None, 8, None]
-    assert windows(read_decoder(small("gpt_oss", sliding_window=8), "g")) == [8, None, 8, None]
-    gemma3 = small("gemma3_text", sliding_window=8, num_hidden_layers=7)
-    assert windows(read_decoder(gemma3, "g")) == [8, 8, 8, 8, 8, None, 8]
+    sliding = {"sliding_window": 8}
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
-    assert windows(read_decoder(small("gemma3_text", sliding_window=8, layer_types=kinds), "g")) == [
-        None,
-        8,
-        None,
-        None,
-    ]
-    slides = small("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=3)
-    assert windows(read_decoder(slides, "q")) == [None, None, None, 8]
-    assert windows(read_decoder(small("qwen2", sliding_window=8), "q")) == [None] * 4
+    slides = {**sliding, "use_sliding_window": True, "max_window_layers": 3}
+    for kind, changes, expected in (
+        ("mistral", sliding, [8] * 4),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("gemma2", sliding, [8, None, 8, None]),
+        ("gpt_oss", sliding, [8, None, 8, None]),
+        ("gemma3_text", {**sliding, "num_hidden_layers": 7}, [8, 8, 8, 8, 8, None, 8]),
+        ("gemma3_text", {**sliding, "layer_types": kinds}, [None, 8, None, None]),
+        ("qwen2", slides, [None, None, None, 8]),
+        ("qwen2", sliding, [None] * 4),
+    ):
+        decoder = read_decoder(small(kind, **changes), kind)
+        assert [layer.window for layer in decoder.layers] == expected, (kind, changes)
 
 
-def test_the_text_model_of_a_larger_one_is_planned_for() -> None:
+def test_only_the_text_model_is_counted() -> None:
     decoder = read_decoder({"model_type": "gemma3", "text_config": small("gemma3_text")}, "gemma")
     assert decoder.parameters == read_decoder(small("gemma3_text"), "gemma").parameters
     assert "only the text model" in decoder.note
@@ -171,6 +144,6 @@ def test_the_text_model_of_a_larger_one_is_planned_for() -> None:
         (small("llama", num_hidden_layers=True), "num_hidden_layers.*True"),
     ],
 )
-def test_what_cannot_be_counted_is_refused_by_name(config: dict[str, object], said: str) -> None:
+def test_unknown_architectures_and_bad_sizes_are_refused(config: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         read_decoder(config, "some/model")

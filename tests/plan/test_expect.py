@@ -1,6 +1,11 @@
-"""Step times and speedups: what is measured elsewhere comes out, and nothing moves the wrong way."""
+"""Step times and speedups match measurements, and are monotonic."""
 
 from __future__ import annotations
+
+import random
+from itertools import product
+from math import ceil
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,7 +17,11 @@ from eyas.plan.expect import auto_speedup, best_depth, expect
 from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import usual_drafter
 from eyas.plan.roofline import Pair, speed_of
+from eyas.plan.shapes import MARGIN
 from known_configs import LLAMA_8B, QWEN3_30B_A3B
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BF16 = parse_quantisation("bfloat16")
 PROFILE = read_acceptance("0.73,0.52,0.35")
@@ -56,7 +65,7 @@ def test_its_speedups_come_out_within_15_percent() -> None:
 
 @each("config", [LLAMA_8B, QWEN3_30B_A3B])
 @each("card", CARDS)
-def test_more_work_never_takes_less_time_and_more_users_never_gain_more(card: str, config: dict[str, object]) -> None:
+def test_time_grows_with_work_and_gain_falls_with_users(card: str, config: dict[str, object]) -> None:
     pair, speed = pair_of(config), speed_of(CARDS[card], BF16)
 
     def step(users: int, depth: int, context: float) -> float:
@@ -89,6 +98,58 @@ def test_a_better_drafter_is_faster_and_drafted_deeper() -> None:
     assert [one.depth for one in best] == sorted(one.depth for one in best)
     assert best[0].depth == 0
     assert best[-1].depth > 3
+
+
+class Priced:
+    """A pair whose steps take a given time by verified tokens, and by passes of the drafter."""
+
+    def __init__(self, verify: Callable[[int], float], draft: float) -> None:
+        self.verify, self.draft = verify, draft
+
+    def step_seconds(self, speed: object, *, rows: int, drafts: int, **_: object) -> float:
+        return self.verify(rows + drafts) + ceil(drafts / rows) * self.draft
+
+
+def priced_speedup(pair: Any, users: int, *chances: float) -> float:
+    profile, deepest = AcceptanceProfile(chances=chances, source=""), len(chances)
+    return auto_speedup(pair, None, profile, users=users, deepest=deepest, like=1, context=0)  # type: ignore[arg-type]
+
+
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda tokens: 5.0,
+    "linear": lambda tokens: 2.0 + tokens,
+    "tiled": lambda tokens: 4.0 + 3 * ceil(tokens / 4),
+    "convex": lambda tokens: 4.0 + 0.1 * tokens**2,
+    "concave": lambda tokens: 4.0 * tokens**0.5,
+}
+
+
+@each("curve", CURVES)
+@each("seed", range(8))
+def test_no_set_of_depths_is_better_than_the_one_chosen(curve: str, seed: int) -> None:
+    chance = random.Random(seed)
+    users, draft = chance.randint(1, 4), chance.choice((0.05, 0.4, 1.5))
+    chances = [chance.random() for _ in range(3)]
+    survivals = AcceptanceProfile(chances=tuple(chances), source="").survivals(3)
+
+    def rate(depths: tuple[int, ...]) -> float:
+        tokens = users + sum(sum(survivals[:depth]) for depth in depths)
+        return tokens / (CURVES[curve](users + sum(depths)) + max(depths) * draft)
+
+    best = max(rate(depths) for depths in product(range(4), repeat=users) if any(depths)) / rate((0,) * users)
+    found = priced_speedup(Priced(CURVES[curve], draft), users, *chances)
+    assert found == pytest.approx(best if best > MARGIN else 1.0)
+
+
+def test_one_more_draft_pays_exactly_if_it_gives_more_than_the_margin() -> None:
+    for chance in (0.1, 0.2, 0.22, 0.23, 0.5):
+        found = priced_speedup(Priced(lambda tokens: 0.9 + 0.1 * tokens, 0.1), 1, chance)
+        assert found == pytest.approx((1 + chance) / 1.2 if chance > 0.224 else 1.0)
+
+
+def test_some_users_draft_where_a_tile_has_no_room_for_all() -> None:
+    tile = Priced(lambda tokens: 1.0 if tokens <= 12 else 9.0, 0.1)
+    assert priced_speedup(tile, 8, 0.8, 0.1, 0.05) == pytest.approx((8 + 4 * 0.8) / 8 / 1.1)
 
 
 def test_drafts_do_not_pay_where_arithmetic_is_the_limit() -> None:

@@ -1,4 +1,4 @@
-"""Targets that no single card holds: counted as published, divided over cards by the book, and trained for by count."""
+"""Targets for several cards: weights as published, division over cards and training by hand."""
 
 import json
 import re
@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from each import each
 from eyas.cli.app import app
-from eyas.cli.plan_training import read_tokens
 from eyas.engine.config import EngineConfig
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
@@ -23,6 +22,7 @@ from eyas.plan.cards import CARDS, find_card
 from eyas.plan.decoder import Decoder, read_decoder
 from eyas.plan.forecast import Deployment, Forecast, forecast_of
 from eyas.plan.quantisation import parse_quantisation, stored_quantisation
+from eyas.plan.request import read_tokens
 from eyas.plan.resolve import usual_drafter
 from eyas.plan.roofline import speed_of
 from eyas.plan.training import PER_WEIGHT, TOP_K, TrainingRun, plan_training, trained_weights
@@ -75,7 +75,7 @@ def plain_step(forecast: Forecast) -> float:
 
 
 @each("name", PUBLISHED)
-def test_weights_are_those_that_are_published(name: str) -> None:
+def test_weights_match_published_counts(name: str) -> None:
     decoder = read_decoder(config_of(name), name)
     assert (decoder.parameters, decoder.active_parameters) == PUBLISHED[name]
 
@@ -105,7 +105,7 @@ def test_kimi_k2_on_eight_cards_by_hand() -> None:
 
 
 @each("name", ["kimi-k2", "qwen3-235b-a22b", "llama-3.3-70b"])
-def test_more_cards_hold_less_each_and_are_faster_but_never_by_as_many_times(name: str) -> None:
+def test_more_cards_are_faster_but_not_proportionally(name: str) -> None:
     forecasts = [forecast_of(deployment(name, cards=cards)) for cards in (1, 2, 4, 8)]
     for fewer, more in pairwise(forecasts):
         assert fewer.footprint.weights / 2 <= more.footprint.weights < fewer.footprint.weights
@@ -118,12 +118,12 @@ def test_more_cards_hold_less_each_and_are_faster_but_never_by_as_many_times(nam
     assert plain_step(forecast_of(replace(eight, speed=slow))) > plain_step(forecasts[-1])
 
 
-def test_heads_of_keys_are_divided_down_to_one_and_then_copied() -> None:
+def test_key_heads_are_divided_down_to_one() -> None:
     decoder = read_decoder(config_of("qwen3-235b-a22b"), "q")
     assert [decoder.kv_width_on(cards) // (2 * 128) for cards in (1, 2, 4, 8)] == [4, 2, 1, 1]
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_indivisible_heads_and_unknown_links_are_refused() -> None:
     with pytest.raises(UserError, match="--tensor-parallel-size 6 does not divide the 64 heads"):
         deployment("llama-3.3-70b", cards=6)
     with pytest.raises(UserError, match="say it with --link"):
@@ -143,7 +143,7 @@ def training(decoder: Decoder, kind: str, **changes: Any) -> TrainingRun:
 
 
 @each(("taught", "rate", "gib"), [(0.30, 28_724, 33), (0.53, 24_672, 39)])
-def test_training_an_8b_drafter_is_planned_as_it_was_measured_on_an_h200(taught: float, rate: float, gib: int) -> None:
+def test_the_plan_for_an_8b_target_matches_measured_training_on_an_h200(taught: float, rate: float, gib: int) -> None:
     found = plan_training(training(read_decoder(LLAMA_8B, "l"), "bfloat16", taught=taught))
     assert found.source == "live"
     assert found.tokens_per_second == pytest.approx(rate, rel=0.05)
@@ -188,7 +188,7 @@ def test_a_server_of_too_few_cards_does_not_fit() -> None:
     assert not plan_training(run).fits
 
 
-def test_what_a_training_plan_takes_for_granted_is_what_training_does() -> None:
+def test_training_matches_the_assumptions_of_its_plan() -> None:
     import torch
 
     from eyas.train.state import TrainState
@@ -223,7 +223,7 @@ def worth(formula: str) -> float:
 
 
 @each(("name", "kind", "cards"), [("kimi-k2", "fp8", 8), *OTHERS])
-def test_every_figure_comes_with_its_formula_and_is_what_the_formula_comes_to(name: str, kind: str, cards: int) -> None:
+def test_every_figure_equals_its_formula(name: str, kind: str, cards: int) -> None:
     invoke: Callable[..., Any] = CliRunner().invoke
     words = ["plan", str(CONFIGS / f"{name}.json"), "--gpu", "h200", "--tensor-parallel-size", str(cards)]
     words += ["--quantization", kind, "--users", "16"]
@@ -272,7 +272,7 @@ def milliseconds(step: str) -> float:
     return total + sum(float(megabytes) / float(speed) for megabytes, speed in summed)
 
 
-def test_cards_that_would_do_are_named_and_bad_numbers_refused() -> None:
+def test_sufficient_cards_are_named_and_bad_numbers_refused() -> None:
     invoke: Callable[..., Any] = CliRunner().invoke
     result = invoke(app, ["plan", str(CONFIGS / "llama-3.3-70b.json"), "--gpu", "h200", "--users", "16", "--json"])
     assert result.exit_code == 1
@@ -285,7 +285,7 @@ def test_cards_that_would_do_are_named_and_bad_numbers_refused() -> None:
         training(read_decoder(LLAMA_8B, "l"), "bfloat16", taught=1.5)
 
 
-def test_a_gpu_is_planned_for_as_it_is_served() -> None:
+def test_the_plan_for_a_gpu_has_the_limits_of_serving() -> None:
     """With the room that suffix drafts need, which `eyas serve` makes unless told otherwise."""
     served = EngineConfig(max_num_seqs=16, max_model_len=8192, suffix=SuffixConfig())
     planned = deployment("llama-3.3-70b", cards=2).room

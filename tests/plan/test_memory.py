@@ -110,7 +110,7 @@ def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter], kv_cache_
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_matrices_that_stay_in_bfloat16_where_float32_is_computed_take_half_the_bytes(tied: bool) -> None:
+def test_bfloat16_matrices_take_half_the_bytes_where_float32_is_computed(tied: bool) -> None:
     import torch
     from transformers import LlamaForCausalLM
 
@@ -165,7 +165,7 @@ def test_the_default_target_quantised_on_a_processor(asked: str) -> None:
 
 
 @pytest.mark.parametrize("kind", GGUF_BITS)
-def test_kinds_of_gguf_take_the_bits_that_are_planned(kind: str) -> None:
+def test_gguf_types_take_the_planned_bits(kind: str) -> None:
     kernel, words = load_quantised()
     if kernel is None:
         pytest.skip(f"no integer products here: {words}")
@@ -191,7 +191,7 @@ def test_linears_that_a_gpu_quantises(kind: str) -> None:
 
 
 @each("layout", ["fp8", "w4a16"])
-def test_compressed_tensors_take_the_bytes_that_are_planned(
+def test_compressed_tensors_take_the_planned_bytes(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU loads them; the products that it has are patched in."""
@@ -262,7 +262,7 @@ def test_the_built_in_configuration_is_that_of_the_default_target(default_target
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["captured", "exact"])
-def test_what_rounds_share_is_planned(pair: tuple[Target, Drafter], padded: bool) -> None:
+def test_the_buffers_of_rounds_take_the_planned_bytes(pair: tuple[Target, Drafter], padded: bool) -> None:
     target, drafter = pair
     device = RoundDevice(capture=GraphCapture(device=target.device, enabled=padded), queue=ImmediateQueue())
     engine = Engine(target, drafter, config=OPTIONS, device=device)
@@ -272,7 +272,7 @@ def test_what_rounds_share_is_planned(pair: tuple[Target, Drafter], padded: bool
     assert engine.core.runner.bytes == pytest.approx(planned, rel=0.02)
 
 
-def test_what_a_drafter_on_disk_brings_itself_is_read_from_its_header(tmp_path: Path) -> None:
+def test_own_tensors_of_a_drafter_are_read_from_file_headers(tmp_path: Path) -> None:
     from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
     from tiny import drafter_config, random_drafter
 

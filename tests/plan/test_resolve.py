@@ -1,4 +1,4 @@
-"""Names become configurations without torch, and without reading a weight."""
+"""Names are resolved to configurations without torch and without reading weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from known_configs import LLAMA_8B
 
 @pytest.mark.slow
 @each("family", ["llama", "qwen2", "qwen3"])
-def test_a_gguf_file_is_planned_for_as_it_will_be_loaded(tmp_path: Path, family: str) -> None:
+def test_a_gguf_file_has_the_parameters_of_its_model(tmp_path: Path, family: str) -> None:
     from tiny_gguf import tiny_model, write_gguf
 
     model = tiny_model(family)
@@ -28,7 +28,7 @@ def test_a_gguf_file_is_planned_for_as_it_will_be_loaded(tmp_path: Path, family:
     subprocess.run([sys.executable, "-c", f"{script}; assert 'torch' not in sys.modules"], check=True)
 
 
-def test_the_usual_drafter_is_one_that_could_be_trained() -> None:
+def test_the_usual_drafter_has_a_valid_shape() -> None:
     decoder = read_decoder(LLAMA_8B, "llama")
     drafter = usual_drafter(decoder)
     require_match(decoder, drafter)
@@ -37,14 +37,14 @@ def test_the_usual_drafter_is_one_that_could_be_trained() -> None:
     assert (drafter.own_embedding, drafter.own_head) == (False, True)
 
 
-def test_a_shipped_drafter_is_known_by_its_name() -> None:
+def test_a_shipped_drafter_is_found_by_name() -> None:
     drafter = drafter_shape("smollm2-eagle3.1")
     assert drafter.name == "smollm2-eagle3.1"
     assert drafter.config.draft_vocab_size == 16384
     assert (drafter.own_embedding, drafter.own_head) == (False, True)
 
 
-def test_damaged_weights_of_a_drafter_are_told(tmp_path: Path) -> None:
+def test_damaged_drafter_weights_are_refused(tmp_path: Path) -> None:
     from eyas.drafter.shipped import shipped_folder
 
     shipped = shipped_folder("smollm2-eagle3.1")
@@ -56,6 +56,6 @@ def test_damaged_weights_of_a_drafter_are_told(tmp_path: Path) -> None:
 
 
 @each("source", ["", " ", "./nowhere", "/nowhere", "a/b/c", "nowhere.json", "~nobody/x", "\0"])
-def test_names_that_lead_nowhere_are_refused(source: str) -> None:
+def test_unknown_names_are_refused(source: str) -> None:
     with pytest.raises(UserError):
         target_config(source)

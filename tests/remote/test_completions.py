@@ -1,4 +1,4 @@
-"""Token ids are those that the server generated, or there are none."""
+"""Token ids are certainly those that the server generated, or there are none."""
 
 import asyncio
 import json
@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from each import each
 from eyas.errors import UserError
 from eyas.remote.address import Address
-from eyas.remote.completions import WAYS, CompletionReader, ServerTrial
+from eyas.remote.completions import WAYS, CompletionReader, ServerTrial, TokenNames
 from eyas.remote.server_pool import BrokenReplyError, RemoteServer
-from eyas.remote.token_names import TokenNames
 
 VOCAB = ["a", "b", "ab", "Ġ", "Ġab", "c", "d", "cd", "Ã", "©"]
 MERGES = [("a", "b"), ("Ġ", "ab"), ("c", "d")]
@@ -22,7 +21,7 @@ MERGES = [("a", "b"), ("Ġ", "ab"), ("c", "d")]
 
 @pytest.fixture(name="tokenizer")
 def tokenizer_fixture() -> PreTrainedTokenizerFast:
-    """Letters, halves of a character, and `<e>`, which ends."""
+    """Letters, parts of a character, and `<e>`, which ends answers."""
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -33,7 +32,7 @@ def tokenizer_fixture() -> PreTrainedTokenizerFast:
 END = len(VOCAB)
 
 
-def test_texts_of_tokens_give_ids_only_where_they_leave_no_choice(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_token_texts_give_ids_only_if_unambiguous(tokenizer: PreTrainedTokenizerFast) -> None:
     names = TokenNames(tokenizer)
     assert names.find_ids("ab abcd", ["ab", " ab", "cd"], 0) == (2, 4, 7)
     assert names.find_ids("", [], 0) == ()
@@ -47,13 +46,13 @@ def test_texts_of_tokens_give_ids_only_where_they_leave_no_choice(tokenizer: Pre
     assert names.find_ids("ab<e>", ["ab", "<e>"], 0) == (2, END)
 
 
-def test_a_token_that_reads_as_another_one_is_not_certain(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_token_with_the_text_of_another_is_ambiguous(tokenizer: PreTrainedTokenizerFast) -> None:
     assert TokenNames(tokenizer).find_ids("abcd", ["ab", "cd"], 0) == (2, 7)
     assert TokenNames(Twin(tokenizer)).find_ids("abcd", ["ab", "cd"], 0) is None  # type: ignore[arg-type]
 
 
 class Twin:
-    """A tokenizer with one more token, which reads as `cd`."""
+    """A tokenizer with one more token, whose text is `cd`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._inner = tokenizer
@@ -86,14 +85,14 @@ def reply(**choice: Any) -> dict[str, Any]:
         {"logprobs": {"tokens": ["ab", "cd"]}},
     ],
 )
-def test_ids_are_read_however_a_server_tells_them(choice: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_ids_are_read_in_every_format(choice: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     reader = CompletionReader(tokenizer, END + 1)
     read = reader.read(reply(**choice), [0, 1], server())
     assert (read.ids, read.stopped, read.missing_stop) == ((2, 7), True, False)
     assert reader.read(reply(**choice, usage={"completion_tokens": 3}), [0, 1], server()).missing_stop
 
 
-def test_what_is_no_answer_is_no_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_invalid_replies_are_errors(tokenizer: PreTrainedTokenizerFast) -> None:
     reader = CompletionReader(tokenizer, END + 1)
     assert reader.read(reply(), [0], server()).ids is None
     assert reader.read(reply(logprobs={"tokens": ["a", "b", "cd"]}), [0], server()).ids is None
@@ -107,7 +106,7 @@ def test_what_is_no_answer_is_no_answer(tokenizer: PreTrainedTokenizerFast) -> N
 
 
 class Knows(RemoteServer):
-    """A server that knows some fields, refuses or ignores the others, and answers `abcd`."""
+    """A server that supports some fields, refuses or ignores the others, and answers `abcd`."""
 
     def __init__(self, *fields: str, strict: bool, text: str = "abcd", **card: Any) -> None:
         super().__init__(address=Address.of("http://s"), session=None, card={"id": "m", **card})  # type: ignore[arg-type]
@@ -148,7 +147,7 @@ def test_a_server_is_asked_for_ids_in_the_best_way_it_knows(
     assert all("does not know return_token_ids" in note for note in told)
 
 
-def test_a_server_that_tells_no_tokens_or_has_others_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_server_without_ids_or_with_another_tokenizer_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     for strict, why in ((True, "400: unknown field logprobs"), (False, "it answers without them")):
         with pytest.raises(UserError, match=f"does not tell which tokens it generates .{why}"):
             asyncio.run(trial(tokenizer)(Knows(strict=strict)))

@@ -1,4 +1,4 @@
-"""A record as an attacker would have it: markup in every string that a user or a server supplied."""
+"""Records with markup in every string that users or servers supply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every report must be: whole, fetching nothing, and allowed to run nothing but its own script."""
+"""Checks of every report page: complete, self-contained, running nothing but its own script."""
 
 import re
 from base64 import b64encode

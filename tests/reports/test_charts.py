@@ -1,14 +1,19 @@
-"""Charts: names below, titles beside, series that can be told apart, text that can be read."""
+"""Charts: axis labels, titles, distinguishable series, legible text."""
 
 import re
 from importlib.resources import files
 from itertools import combinations
 from math import dist
+from pathlib import Path
 
+import pytest
+
+from eyas.errors import UserError
 from eyas.reports.charts import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, SHAPES, WIDTH, Axes, Line, line_chart, marker
+from eyas.reports.plot import label_axes, new_figure
 
 
-def test_names_stand_evenly_below_their_points() -> None:
+def test_names_are_below_their_points() -> None:
     axes = Axes(across="users", up="tokens/s", names=["1", "4", "<16>"])
     drawn = line_chart([Line(label="a", x=range(3), y=[1.0, None, 3.0])], axes)
     places = [float(x) for x in re.findall(rf'<text class="tick" x="([\d.]+)" y="{HEIGHT - BOTTOM + 18}"', drawn)]
@@ -110,3 +115,16 @@ def test_no_text_is_smaller_than_12_px() -> None:
     assert min(sizes) >= 12
     # A chart is 312 px wide at least (a phone of 360 px without margins and paddings), its text 14 units high.
     assert 14 * 312 / WIDTH >= 12
+
+
+def test_a_figure_is_written_and_a_failure_is_an_error(tmp_path: Path) -> None:
+    def plot(path: Path) -> None:
+        with new_figure(path, (3, 2)) as figure:
+            axes = figure.subplots()
+            axes.plot([1, 2], [3, 4], label="a")
+            label_axes(axes, "title", "x", "y")
+
+    plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match=r"cannot write .*nowhere"):
+        plot(tmp_path / "nowhere" / "plot.png")

@@ -63,9 +63,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_page_fits_its_window_reads_well_and_complains_of_nothing(
-    driver: Any, page: Path, width: int, scheme: str
-) -> None:
+def test_a_page_fits_its_window_without_errors(driver: Any, page: Path, width: int, scheme: str) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -79,7 +77,7 @@ def test_a_page_fits_its_window_reads_well_and_complains_of_nothing(
     assert driver.get_log("browser") == []
 
 
-def test_a_button_copies_and_says_so_and_a_link_opens_what_is_folded(driver: Any, page: Path) -> None:
+def test_buttons_copy_and_links_open_details(driver: Any, page: Path) -> None:
     driver.get(page.as_uri())
     driver.execute_cdp_cmd(
         "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
@@ -94,7 +92,7 @@ def test_a_button_copies_and_says_so_and_a_link_opens_what_is_folded(driver: Any
     assert driver.execute_script("return document.getElementById('record').closest('details').open")
 
 
-def test_the_policy_stops_what_is_not_the_pages_own(driver: Any, page: Path) -> None:
+def test_the_policy_blocks_foreign_scripts(driver: Any, page: Path) -> None:
     driver.get(page.as_uri())
     smuggle = "const s = document.createElement('script'); s.textContent = 'window.bad = 1'; document.body.append(s);"
     assert driver.execute_script(f"{smuggle} return window.bad === undefined")

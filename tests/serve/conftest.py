@@ -1,4 +1,4 @@
-"""A tiny target that speaks in letters, the drafter that learnt it, and clients of a server around both."""
+"""A tiny target whose tokens are letters, its drafter, and clients of a server around both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.local_engine import LocalEngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.protocol.request_policy import RequestPolicy
-from eyas.target.generation_defaults import SamplingDefaults
+from eyas.target.text import SamplingDefaults
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
@@ -44,7 +44,7 @@ def target(tiny_target: Target) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a client got."""
+    """The response to a client."""
 
     status: int
     headers: Any
@@ -105,7 +105,7 @@ class Client:
         return self.post("/v1/chat/completions", body | fields)
 
     def all_back(self) -> None:
-        """No request and no page is left behind."""
+        """Assert that no request and no block is left."""
         assert self.application.context.admission.in_flight == 0
         assert not self.engine.busy
         assert self.engine.block_manager.used == 0
@@ -180,7 +180,7 @@ def serve(
 
 @pytest.fixture(scope="session")
 def client(target: Target, tiny_drafter: Drafter) -> Iterator[Client]:
-    """A server that stays as it is: for tests that only ask."""
+    """A shared server for tests that do not change it."""
     with serve(target, tiny_drafter) as client:
         yield client
 

@@ -1,7 +1,8 @@
-"""Servers whose engine says what a test wants, token by token, special tokens included."""
+"""Servers with a scripted engine, token by token, special tokens included."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,11 @@ def with_template(target: Target, template: str, special: tuple[str, ...] = (), 
     return replace(target, tokenizer=letter_tokenizer(template, (*SPECIAL, *special), [*kept, *letters]))
 
 
-def script(client: Any, text: str, *, finished: FinishReason = FinishReason.STOP) -> None:
-    """Let the engine say this: markers as their special tokens if they are such, all else letter by letter."""
-    marks = client.application.context.request_builder.special_tokens
+def script(
+    client: Any, text: str, *, finished: FinishReason = FinishReason.STOP, marks: Mapping[str, int] | None = None
+) -> None:
+    """Let the engine answer this: markers as special tokens (by default the server's), all else letter by letter."""
+    marks = client.application.context.request_builder.special_tokens if marks is None else marks
     tokens: list[tuple[int, str]] = []
     rest = text
     while rest:

@@ -1,4 +1,4 @@
-"""Who may do what: names, origins and keys; what is refused leaves a line, and no key reads another's prefixes."""
+"""Access control: names, origins and keys; refusals are logged, and keys share no cached prefixes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def bearer(key: str) -> dict[str, str]:
         ("localhost evil", None),
     ],
 )
-def test_a_host_is_read_as_browsers_write_it(header: str, name: str | None) -> None:
+def test_host_headers_are_normalised(header: str, name: str | None) -> None:
     assert host_name(header) == name
 
 
-def test_the_rules_follow_the_address_and_the_keys() -> None:
+def test_access_rules_depend_on_address_and_keys() -> None:
     assert LOOPBACK.allowed_hosts == ("localhost", "127.0.0.1", "::1")
     assert LOOPBACK.open_changes
-    keyed = access_rules("127.0.0.1", api_keys=["", "key"])
+    keyed = access_rules("127.0.0.1", api_keys=["key"])
     assert (keyed.api_keys, keyed.allowed_hosts, keyed.open_changes) == (("key",), None, False)
     elsewhere = access_rules("0.0.0.0")
     assert (elsewhere.allowed_hosts, elsewhere.open_changes) == (None, False)
@@ -72,7 +72,21 @@ def test_the_rules_follow_the_address_and_the_keys() -> None:
     ]
 
 
-def test_dns_rebinding_reaches_nothing(new_server: Any) -> None:
+def test_an_empty_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for keys in ({"api_keys": [""]}, {"api_keys": ["key", " "]}, {"admin_keys": [""]}):
+        with pytest.raises(UserError, match=r"--(api|admin)-key is empty; .*out to run without one"):
+            access_rules("127.0.0.1", **keys)
+    for variable in ("EYAS_API_KEY", "EYAS_ADMIN_KEY"):
+        for empty in ("", " "):
+            monkeypatch.setenv(variable, empty)
+            with pytest.raises(UserError, match=f"^{variable} is empty; .*run without one: unset {variable}$"):
+                access_rules("127.0.0.1")
+        assert access_rules("127.0.0.1", api_keys=["key"], admin_keys=["admin"]).api_keys == ("key",)
+        monkeypatch.delenv(variable)
+    assert access_rules("127.0.0.1").api_keys == ()
+
+
+def test_dns_rebinding_is_refused(new_server: Any) -> None:
     with new_server(access=LOOPBACK) as client:
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost@evil.example", ""):
             for path in ("/", "/health", "/metrics", "/v1/models", "/status", "/nowhere"):
@@ -88,7 +102,7 @@ def test_dns_rebinding_reaches_nothing(new_server: Any) -> None:
         client.get("/health", headers={"host": "other.example"}).assert_refused(421)
 
 
-def test_pages_of_other_origins_may_not_call(new_server: Any) -> None:
+def test_requests_of_other_origins_are_refused(new_server: Any) -> None:
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
     with new_server(access=LOOPBACK) as client:
         local = {"host": "localhost:8000"}
@@ -128,7 +142,7 @@ def test_pages_of_allowed_origins_can_read_answers_and_errors(new_server: Any) -
         assert client.get("/v1/models", headers=stranger).headers["access-control-allow-origin"] == "*"
 
 
-def test_all_paths_but_the_open_ones_need_a_key(new_server: Any) -> None:
+def test_all_other_paths_need_a_key(new_server: Any) -> None:
     with new_server(keys=("key",)) as client:
         routes = {route.path for route in client.application.asgi.routes}
         opened = {path for path in routes if client.get(path).status != 401}
@@ -198,7 +212,7 @@ def cached(client: Any, key: str | None = None, **fields: Any) -> int:
     return int(client.engine.block_manager.hits - before)
 
 
-def test_one_key_never_finds_what_another_has_cached(new_server: Any) -> None:
+def test_keys_share_no_cached_prefixes(new_server: Any) -> None:
     with new_server(keys=("first", "second")) as client:
         assert cached(client, "first") == 0
         assert cached(client, "second") == 0

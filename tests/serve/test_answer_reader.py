@@ -47,18 +47,18 @@ def test_reasoning_stays_in_the_content_where_the_template_has_no_field() -> Non
         ("a\n", "Hm", 0),
     ],
 )
-def test_whether_it_still_thinks_is_known(prompt: str, text: str, thinking: int) -> None:
+def test_reading_knows_whether_reasoning_has_ended(prompt: str, text: str, thinking: int) -> None:
     assert read(KNOWN, prompt, text).thinking_tokens == thinking
 
 
-def test_channels_are_told_apart() -> None:
+def test_harmony_channels_are_separated() -> None:
     text = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
     answer = read(HARMONY, "<|start|>assistant", text)
     assert answer.message() == {"role": "assistant", "content": "Hi", "reasoning_content": "Hm"}
     assert answer.thinking_tokens == text.index("<|start|>")
 
 
-def test_calls_are_told_apart_where_tools_were_offered() -> None:
+def test_calls_are_parsed_if_tools_were_offered() -> None:
     text = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
     assert read(KNOWN, "a\n", text).message() == {"role": "assistant", "content": text}
     (call,) = read(KNOWN, "a\n", text, [TOOL]).message()["tool_calls"]

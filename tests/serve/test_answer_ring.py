@@ -46,7 +46,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_nobody_else_can_read_what_is_kept(ring: AnswerRing) -> None:
+def test_kept_answers_are_private(ring: AnswerRing) -> None:
     before = os.umask(0)
     try:
         assert ring.append(line(0))
@@ -56,7 +56,7 @@ def test_nobody_else_can_read_what_is_kept(ring: AnswerRing) -> None:
     assert {mode(path) for path in ring.folder.iterdir()} == {0o600}
 
 
-def test_a_folder_that_others_can_read_is_refused_with_its_remedy(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_read_is_refused_with_the_fix(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
     folder.chmod(0o750)
@@ -74,7 +74,7 @@ def test_a_folder_that_is_opened_to_others_later_gets_no_new_file(ring: AnswerRi
     assert numbers(ring) == [0]
 
 
-def test_the_oldest_go_and_the_bound_always_holds(ring: AnswerRing) -> None:
+def test_the_oldest_files_are_deleted_and_the_bound_always_holds(ring: AnswerRing) -> None:
     for number in range(3000):
         assert ring.append(line(number, 1000 + 977 * number % 3000))
         assert ring.bytes == sum(file.stat().st_size for file in files(ring)) <= BOUND
@@ -92,7 +92,7 @@ def test_a_long_line_has_a_file_of_its_own_and_one_beyond_the_bound_is_not_kept(
     assert numbers(ring) == [0, 1]
 
 
-def test_the_bound_holds_for_what_an_earlier_server_kept(tmp_path: Path) -> None:
+def test_the_bound_holds_for_answers_of_an_earlier_server(tmp_path: Path) -> None:
     first = AnswerRing(tmp_path / "answers", 2 * BOUND)
     for number in range(1900):
         first.append(line(number))
@@ -104,7 +104,7 @@ def test_the_bound_holds_for_what_an_earlier_server_kept(tmp_path: Path) -> None
     second.close()
 
 
-def test_what_a_kill_tore_is_mended_at_the_next_start(ring: AnswerRing) -> None:
+def test_remains_of_a_killed_process_are_repaired_at_the_next_start(ring: AnswerRing) -> None:
     for number in range(3):
         ring.append(line(number))
     ring.close()

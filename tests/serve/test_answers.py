@@ -19,7 +19,7 @@ PROMPT = "abcabc"
 
 @pytest.fixture(scope="module")
 def alone(target: Target) -> Any:
-    """What the target says by itself: no drafter, no server."""
+    """The target's answers without drafter and server."""
     engine = Engine(target)
 
     def answer(prompt: list[int], tokens: int, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def test_a_greedy_chat_is_the_engines_own(client: Any, alone: Any, target: Targe
     assert reply["usage"]["total_tokens"] == len(prompt) + len(expected.tokens)
 
 
-def test_text_parts_and_a_developer_are_read(client: Any) -> None:
+def test_text_parts_and_the_developer_role_are_accepted(client: Any) -> None:
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi there"}]
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     other = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
@@ -82,7 +82,7 @@ def test_chunks_joined_are_the_whole_answer(client: Any, path: str) -> None:
     client.all_back()
 
 
-def test_a_stream_without_the_wish_has_no_usage(client: Any) -> None:
+def test_a_stream_has_usage_only_on_request(client: Any) -> None:
     assert all("usage" not in event for event in client.chat(stream=True).events)
 
 
@@ -93,7 +93,7 @@ def test_a_seed_decides_and_choices_differ(client: Any) -> None:
     assert first[0]["text"] != first[1]["text"]
 
 
-def test_prompts_may_be_texts_or_tokens_and_many(client: Any, target: Target) -> None:
+def test_prompts_may_be_texts_or_tokens_and_several(client: Any, target: Target) -> None:
     texts = ["abcabc", "xyzxyz"]
     ids = [target.tokenizer.encode(text) for text in texts]
     alone = [client.complete(prompt=text).json["choices"][0]["text"] for text in texts]
@@ -104,7 +104,7 @@ def test_prompts_may_be_texts_or_tokens_and_many(client: Any, target: Target) ->
     assert client.complete(prompt=ids[0]).json["choices"][0]["text"] == alone[0]
 
 
-def test_stop_strings_end_an_answer_and_do_not_show(client: Any) -> None:
+def test_stop_strings_end_an_answer_and_are_cut_off(client: Any) -> None:
     text = client.complete(max_tokens=24).json["choices"][0]["text"]
     stop = text[5:7]
     for wish in (stop, [stop, "never"]):
@@ -115,7 +115,7 @@ def test_stop_strings_end_an_answer_and_do_not_show(client: Any) -> None:
         assert answer["usage"]["completion_tokens"] == text.index(stop) + len(stop), "a letter is a token"
 
 
-def test_stop_tokens_and_least_lengths_are_obeyed(client: Any, target: Target) -> None:
+def test_stop_tokens_and_min_tokens_are_obeyed(client: Any, target: Target) -> None:
     text = client.complete(max_tokens=12).json["choices"][0]["text"]
     token = target.tokenizer.encode(text[3])[0]
     cut = client.complete(max_tokens=12, stop_token_ids=[token]).json
@@ -137,7 +137,7 @@ def test_bias_and_penalties_reach_the_engine(client: Any, target: Target) -> Non
         assert client.complete(**fields, **penalty).json["choices"][0]["text"].count("q") <= free.count("q")
 
 
-def test_chat_logprobs_are_told_for_every_token(client: Any) -> None:
+def test_chat_logprobs_cover_every_token(client: Any) -> None:
     reply = client.chat(logprobs=True, top_logprobs=3).json
     content = reply["choices"][0]["logprobs"]["content"]
     assert len(content) == reply["usage"]["completion_tokens"]
@@ -158,7 +158,7 @@ def test_completion_logprobs_have_offsets(client: Any) -> None:
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
 
 
-def test_acceptance_is_told_in_usage_and_on_request_for_each_token(client: Any) -> None:
+def test_acceptance_is_in_usage_and_on_request_for_each_token(client: Any) -> None:
     fields = {"max_tokens": 40, "ignore_eos": True, "speculative": {"mode": "fixed", "depth": 3, "details": True}}
     reply = client.complete(**fields).json
     figures, (choice,) = reply["usage"]["speculative"], reply["choices"]

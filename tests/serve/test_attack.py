@@ -25,7 +25,7 @@ def attack(url: str, out: Path, only: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(out.read_text()), done.stdout
 
 
-def test_a_sound_server_passes(new_server: Any, tmp_path: Path) -> None:
+def test_a_correct_server_passes(new_server: Any, tmp_path: Path) -> None:
     with new_server() as client, running(client) as server:
         code, record, printed = attack(server.url, tmp_path / "attack.json", "length")
         assert (code, set(record["bars"].values())) == (0, {True}), printed

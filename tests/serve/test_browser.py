@@ -92,7 +92,7 @@ class Browser:
         self.run(script + "field.dispatchEvent(new Event('input', {bubbles: true}))", field, value)
 
     def module(self, name: str, expression: str, *arguments: Any) -> Any:
-        """What an expression gives with one of the page's modules as `m` and the arguments as `args`."""
+        """Evaluate an expression with one of the page's modules as `m` and the arguments as `args`."""
         script = f"const done = arguments[arguments.length - 1], args = arguments; import('/page/{name}.js').then("
         return self.driver.execute_async_script(script + f"m => done({expression}), e => done(String(e)))", *arguments)
 
@@ -103,7 +103,7 @@ class Browser:
         self.wait("return !document.getElementById('send').hidden")
 
     def complaints(self) -> list[Any]:
-        """What the console says since the last time."""
+        """The new messages of the console."""
         return list(self.driver.get_log("browser"))
 
     def hosts(self) -> set[str]:
@@ -181,7 +181,7 @@ def test_an_answer_is_painted_by_origin(page: Browser, client: Any) -> None:
     assert choice["message"]["content"] in page.text("#announcer")
 
 
-def test_what_was_said_goes_back_and_can_be_forgotten(page: Browser, client: Any) -> None:
+def test_the_conversation_is_sent_back_and_can_be_cleared(page: Browser, client: Any) -> None:
     page.set("max-tokens", 12)
     page.set("system", "Be brief.")
     page.ask("Hello")
@@ -233,7 +233,7 @@ def test_an_answer_can_be_stopped(browser: Browser, new_server: Any) -> None:
         client.all_back()
 
 
-def test_both_sides_say_the_same(page: Browser) -> None:
+def test_both_sides_have_equal_texts(page: Browser) -> None:
     page.one("#tab-compare").click()
     page.set("compare-prompt", "Hello")
     assert "median of each side's two runs" in page.text("#order-hint")
@@ -281,7 +281,7 @@ def test_the_dashboard_shows_what_happens(page: Browser, client: Any) -> None:
     assert all(labels)
 
 
-def test_an_alarm_shows(browser: Browser, new_server: Any) -> None:
+def test_alarms_are_shown(browser: Browser, new_server: Any) -> None:
     with new_server() as client, running(client) as url:
         for _ in range(100):
             client.engine.controller.observe(StepReport(rounds=[RoundOutcome(key=0, drafted=3, accepted=0)]))
@@ -327,7 +327,7 @@ def test_tabs_and_theme_work_by_keyboard(page: Browser) -> None:
     assert len({ground for _, ground in grounds}) == 2
 
 
-def test_a_refusal_is_shown_in_the_servers_words(browser: Browser, client: Any) -> None:
+def test_a_refusal_is_shown_with_the_servers_message(browser: Browser, client: Any) -> None:
     with running(client) as url:
         browser.open(url)
         browser.set("max-tokens", 256)
@@ -531,7 +531,7 @@ def test_a_conversation_can_be_exported(page: Browser, tmp_path: Path) -> None:
     assert f"## Answer\n\n{turn['answer']['text']}\n" in (tmp_path / "conversation.md").read_text()
 
 
-def test_badges_tell_the_truth(browser: Browser, new_server: Any) -> None:
+def test_badges_show_the_state(browser: Browser, new_server: Any) -> None:
     with new_server() as client, running(client) as url:
         step = client.engine.step
         client.engine.step = lambda: (time.sleep(0.03), step())[1]

@@ -11,7 +11,7 @@ from chat_tokenizer import chat_tokenizer
 from each import each
 from eyas.grammar.llguidance import LlGuidance
 from eyas.serve.api_error import ApiError
-from eyas.serve.parsers import deepseek_v3, harmony, kimi_k2
+from eyas.serve.parsers import delimited, harmony
 from eyas.serve.parsers.registry import TOOL_CALL_FORMATS, by_name
 from eyas.serve.protocol.completions import Tool
 from serve.conftest import serve
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 DIALECTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "qwen3_coder": ("<tool_call><function=", (), ""),
     "glm45": ("<tool_call><arg_key>", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"), ""),
-    "deepseek_v3": ("<｜tool▁sep｜>```json", deepseek_v3.MARKERS.all, "`"),
-    "deepseek_v31": ("<｜tool▁sep｜>", deepseek_v3.MARKERS.all, ""),
-    "kimi_k2": ("<|tool_call_argument_begin|>", kimi_k2.MARKERS.all, ""),
+    "deepseek_v3": ("<｜tool▁sep｜>```json", delimited.DEEPSEEK_MARKERS, "`"),
+    "deepseek_v31": ("<｜tool▁sep｜>", delimited.DEEPSEEK_MARKERS, ""),
+    "kimi_k2": ("<|tool_call_argument_begin|>", delimited.KIMI_MARKERS, ""),
     "pythonic": ("", (), ""),
     "openai": ("<|channel|>analysis<|message|>", harmony.MARKERS, ""),
 }
@@ -69,7 +69,7 @@ def test_a_required_call_keeps_to_the_schema(tooled: Any, dialect: str) -> None:
     tooled.all_back()
 
 
-def test_calls_of_the_models_own_will_are_found_and_no_marker_leaks(tooled: Any, dialect: str) -> None:
+def test_voluntary_calls_are_parsed_and_no_marker_leaks(tooled: Any, dialect: str) -> None:
     cases = [case for case in CASES if case.format == dialect and case.max_calls is None and case.text]
     generate = tooled.application.context.engine_client.generate
     try:
@@ -163,7 +163,7 @@ def test_what_a_grammar_allows_is_what_the_parser_finds(guidance: Any, name: str
         assert guidance(grammar, thought)
 
 
-def test_a_schema_that_is_no_list_of_parameters_is_refused_where_they_are_written_one_by_one() -> None:
+def test_a_schema_without_properties_is_refused_where_arguments_are_written_one_by_one() -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"anyOf": [{"type": "object"}]}}}
     tool = Tool.model_validate(odd)
     for name in ("qwen3_coder", "glm45", "pythonic"):

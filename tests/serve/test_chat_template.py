@@ -1,4 +1,4 @@
-"""What a chat request may decide about its template, as told by the prompt that the engine gets."""
+"""Options of chat requests for the template, checked in the prompt that the engine gets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_variables_reach_the_template(thinker: Any) -> None:
     assert thinker.chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": True}).status == 200
 
 
-def test_variables_of_the_operator_stand_below_those_of_a_request(target: Any, new_server: Any) -> None:
+def test_request_variables_override_the_operators(target: Any, new_server: Any) -> None:
     variables = {"enable_thinking": False, "reasoning_effort": "low"}
     tokenizer = letter_tokenizer(template=TEMPLATE)
     with new_server(target=replace(target, tokenizer=tokenizer, template_variables=variables)) as client:
@@ -58,7 +58,7 @@ def test_variables_of_the_operator_stand_below_those_of_a_request(target: Any, n
         assert "[high]" in prompt_of(client, reasoning_effort="high")
 
 
-def test_the_prompt_may_end_elsewhere(thinker: Any) -> None:
+def test_the_end_of_the_prompt_can_be_chosen(thinker: Any) -> None:
     assert prompt_of(thinker, add_generation_prompt=False) == "<|im_start|>Hi<|im_end|>"
     assert (
         prompt_of(thinker, messages=BEGUN, continue_final_message=True) == "<|im_start|>Hi<|im_end|><|im_start|>It is"
@@ -85,7 +85,7 @@ def test_the_prompt_may_end_elsewhere(thinker: Any) -> None:
         ({"messages": [{"role": "user", "content": ""}], "continue_final_message": True}, ["no content"]),
     ],
 )
-def test_what_the_template_may_not_have_is_named(thinker: Any, fields: dict[str, Any], parts: list[str]) -> None:
+def test_wrong_template_options_are_named(thinker: Any, fields: dict[str, Any], parts: list[str]) -> None:
     thinker.chat(**fields).assert_refused(400, *parts)
     thinker.all_back()
 

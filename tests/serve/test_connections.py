@@ -22,7 +22,7 @@ from eyas.serve.model_info import ServerLimits
 from eyas.serve.monitoring.json_logging import LIMIT_LINES, LIMIT_SECONDS, JsonFormatter, RateLimitedHandler, log_event
 from eyas.serve.transport import connection_limiter, http_protocol
 from eyas.serve.transport.connection_limiter import client_network, connection_cap
-from eyas.serve.transport.listener import Listener
+from eyas.serve.transport.server import Listener
 from serve.conftest import serve
 from serve.test_sockets import LONG, Running, running, slow_down, until
 
@@ -84,9 +84,7 @@ def count_of(server: Running, code: str) -> float:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/drafter", "/tokenize"])
-def test_a_client_that_leaves_while_it_sends_is_no_bug(
-    begin: Begin, caplog: pytest.LogCaptureFixture, path: str
-) -> None:
+def test_a_disconnect_during_the_body_is_no_bug(begin: Begin, caplog: pytest.LogCaptureFixture, path: str) -> None:
     with caplog.at_level(logging.INFO), begin() as server:
         with connected(server, f'POST {path} {JSON_POST}content-length: 100\r\n\r\n{{"model'):
             pass
@@ -159,7 +157,9 @@ ODDITIES: dict[str, tuple[str | bytes, str, str | None]] = {
 
 
 @each("name", ODDITIES)
-def test_an_oddity_gets_an_answer_and_a_line(strict: Running, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_invalid_http_gets_a_response_and_a_log_line(
+    strict: Running, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     sent, begins, code = ODDITIES[name]
     before = code and count_of(strict, code)
     with caplog.at_level(logging.INFO), connected(strict) as connection:
@@ -177,7 +177,7 @@ def test_an_oddity_gets_an_answer_and_a_line(strict: Running, caplog: pytest.Log
     assert httpx2.get(f"{strict.url}/health").status_code == 200
 
 
-def test_a_length_sent_twice_but_equal_and_a_pipeline_are_answered(strict: Running) -> None:
+def test_equal_lengths_and_pipelines_are_answered(strict: Running) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 2})
     twice = f"content-length: {len(body)}\r\n" * 2
     last = f"{HEALTH}connection: close\r\n\r\n"
@@ -185,7 +185,7 @@ def test_a_length_sent_twice_but_equal_and_a_pipeline_are_answered(strict: Runni
         assert rest_of(connection).count(OK) == 3
 
 
-def test_a_client_that_waits_to_be_told_to_go_on_is_told(strict: Running) -> None:
+def test_expect_100_continue_is_answered(strict: Running) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 2}).encode()
     head = f"POST /v1/completions {JSON_POST}content-length: {len(body)}\r\nexpect: 100-continue\r\n"
     with connected(strict, f"{head}connection: close\r\n\r\n") as connection:
@@ -194,7 +194,7 @@ def test_a_client_that_waits_to_be_told_to_go_on_is_told(strict: Running) -> Non
         assert rest_of(connection).startswith(OK)
 
 
-def test_a_silent_client_is_closed_and_a_slow_one_is_told(strict: Running) -> None:
+def test_a_silent_client_is_closed_and_a_slow_one_gets_408(strict: Running) -> None:
     silent, slow = count_of(strict, "silent"), count_of(strict, "header_timeout")
     started = time.monotonic()
     with connected(strict) as one, connected(strict, "GET /hea") as other:
@@ -205,7 +205,7 @@ def test_a_silent_client_is_closed_and_a_slow_one_is_told(strict: Running) -> No
 
 
 @each("before", ["", f"{HEALTH}\r\n"])
-def test_trickling_does_not_extend_the_time_for_a_head(strict: Running, before: str) -> None:
+def test_trickling_does_not_extend_the_head_deadline(strict: Running, before: str) -> None:
     with connected(strict, before) as connection:
         if before:
             until(lambda: connection.recv(2**16).endswith(b"}"))
@@ -235,7 +235,7 @@ def test_an_idle_connection_is_closed(begin: Begin) -> None:
             assert rest_of(connection).startswith(OK)
 
 
-def test_a_body_must_come_in_time_and_bytes_do_not_extend_it(begin: Begin) -> None:
+def test_trickling_does_not_extend_the_body_deadline(begin: Begin) -> None:
     with begin(body_seconds=0.4) as server, connected(server) as connection:
         connection.sendall(f"POST /v1/completions {JSON_POST}content-length: 1000\r\n\r\n".encode())
         while not has_answer(connection):
@@ -257,9 +257,7 @@ def unread(server: Running, sent: bytes) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_a_client_that_does_not_read_holds_one_response_and_not_for_long(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_read_is_closed(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "ERROR_SEND_SECONDS", 0.1)
     request = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n"
     with begin(request_seconds=0.5) as server, unread(server, request * 100):
@@ -289,7 +287,7 @@ def test_a_stream_that_is_not_read_ends_with_its_request(
         server.client.all_back()
 
 
-def test_silent_clients_lose_their_places_to_new_ones(begin: Begin) -> None:
+def test_silent_clients_are_evicted_for_new_ones(begin: Begin) -> None:
     with begin(max_connections=10) as server, ExitStack() as stack:
         quiet = stack.enter_context(connected(server, address="127.0.0.2"))  # the oldest, but not of the many
         silent = [stack.enter_context(connected(server)) for _ in range(30)]
@@ -299,7 +297,7 @@ def test_silent_clients_lose_their_places_to_new_ones(begin: Begin) -> None:
         assert is_open(quiet)
 
 
-def test_a_slow_body_loses_its_place_and_an_answer_keeps_its_own(begin: Begin) -> None:
+def test_a_slow_body_is_evicted_and_a_running_answer_is_not(begin: Begin) -> None:
     with begin(max_connections=2) as server, ExitStack() as stack:
         slow_down(server.client, 0.02)
         body = json.dumps({**LONG, "max_tokens": 80, "stream": True})
@@ -314,7 +312,7 @@ def test_a_slow_body_loses_its_place_and_an_answer_keeps_its_own(begin: Begin) -
         assert rest_of(answered).endswith("[DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_when_all_are_answered_only_probes_get_in(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_cap_only_probes_are_answered(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     with begin(max_connections=1) as server, ExitStack() as stack:
         slow_down(server.client, 0.02)
         body = json.dumps({**LONG, "max_tokens": 80, "stream": True})
@@ -333,7 +331,7 @@ def test_when_all_are_answered_only_probes_get_in(begin: Begin, monkeypatch: pyt
         assert httpx2.get(f"{server.url}/v1/models").status_code == 200
 
 
-def test_files_that_run_out_pause_the_listener(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lack_of_file_descriptors_pauses_the_listener(caplog: pytest.LogCaptureFixture) -> None:
     attempts = []
 
     class WithoutFiles(socket.socket):
@@ -366,14 +364,14 @@ def test_the_cap_follows_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch
         connection_cap(None)
 
 
-def test_addresses_of_one_client_are_one() -> None:
+def test_addresses_of_one_client_count_as_one() -> None:
     assert client_network("192.0.2.1") == "192.0.2.1"
     assert client_network("2001:db8:1:2:3::4") == client_network("2001:db8:1:2::9") == "2001:db8:1:2::"
     assert client_network("::ffff:192.0.2.1") == "192.0.2.1"
     assert client_network("fe80::1%eth0") == "fe80::"
 
 
-def test_a_flood_of_messages_is_counted_not_written() -> None:
+def test_floods_of_messages_are_rate_limited() -> None:
     stream = io.StringIO()
     handler = RateLimitedHandler(stream)
     handler.setFormatter(JsonFormatter())

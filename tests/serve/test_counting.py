@@ -17,7 +17,7 @@ from chat_tokenizer import CHATML, chat_tokenizer
 from each import each
 from eyas.serve.api_error import ApiError
 from eyas.serve.context import SHORT_BODY_BYTES
-from eyas.serve.protocol.body_shape import MAX_VALUES, check_shape
+from eyas.serve.protocol.validation import MAX_VALUES, check_shape
 from serve.conftest import serve
 
 KIND = {"content-type": "application/json"}
@@ -56,7 +56,7 @@ def flood(before: str, unit: str, after: str, size: int = BODY) -> bytes:
         ('{"input": "a", "include": [', "1", "]}", 400),
     ],
 )
-def test_floods_are_refused_and_quickly(client: Any, before: str, unit: str, after: str, status: int) -> None:
+def test_floods_are_refused_quickly(client: Any, before: str, unit: str, after: str, status: int) -> None:
     path = next(path for field, path in ROUTES.items() if before.startswith(f'{{"{field}"'))
     started = time.thread_time()
     reply = client.post(path, content=flood(before, unit, after), headers=KIND)
@@ -81,13 +81,13 @@ def test_floods_are_refused_and_quickly(client: Any, before: str, unit: str, aft
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, ["tools", "129", "128"]),
     ],
 )
-def test_a_bound_is_named_in_a_short_answer(client: Any, fields: dict[str, Any], parts: list[str]) -> None:
+def test_exceeded_limits_get_a_short_error(client: Any, fields: dict[str, Any], parts: list[str]) -> None:
     reply = client.chat(**fields)
     reply.assert_refused(404 if "model" in fields else 400, *parts)
     assert len(reply.text) < 1000
 
 
-def test_text_is_no_structure() -> None:
+def test_brackets_in_strings_are_not_counted() -> None:
     text = 'He said: "[{' * 100_000 + "\\"
     check_shape(json.dumps({"prompt": text}).encode())
     check_shape(b'{"prompt": "' + b"\\n" * 10**6 + b'"}')

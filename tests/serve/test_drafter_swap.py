@@ -145,9 +145,7 @@ def test_the_servers_own_depth_comes_with_the_drafter(new_server: Any, load: Any
         ({"model": "random", "num_speculative_tokens": 0}, ["num_speculative_tokens", "0"]),
     ],
 )
-def test_a_drafter_that_cannot_be_had_leaves_all_as_it_was(
-    new_server: Any, load: Any, body: Any, parts: list[str]
-) -> None:
+def test_a_drafter_that_fails_to_load_changes_nothing(new_server: Any, load: Any, body: Any, parts: list[str]) -> None:
     with new_server(load=load, drafters=DRAFTERS) as client:
         before = client.get("/v1/drafter").json, client.complete(max_tokens=24).json["choices"]
         client.post("/v1/drafter", body).assert_refused(400, *parts)
@@ -156,7 +154,7 @@ def test_a_drafter_that_cannot_be_had_leaves_all_as_it_was(
         assert client.complete(**fields).json["usage"]["speculative"]["accepted_tokens"] > 0
 
 
-def test_loading_holds_up_nobody_and_happens_once_at_a_time(new_server: Any, tiny_drafter: Drafter) -> None:
+def test_loading_blocks_nobody_and_runs_once_at_a_time(new_server: Any, tiny_drafter: Drafter) -> None:
     go_on = threading.Event()
 
     def slowly(name: str) -> Drafter:
@@ -236,7 +234,7 @@ def test_only_an_administrator_may_swap_where_there_are_keys(new_server: Any, lo
                 assert client.get("/v1/models", headers=admin).status == 200
 
 
-def test_every_change_says_who_made_it(new_server: Any, load: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_change_is_logged_with_its_caller(new_server: Any, load: Any, caplog: pytest.LogCaptureFixture) -> None:
     rules = AccessRules(api_keys=("user",), admin_keys=("admin",))
     with (
         new_server(load=load, drafters=DRAFTERS, access=rules) as client,

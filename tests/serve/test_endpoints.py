@@ -19,7 +19,7 @@ def test_version_ping_and_load(new_server: Any) -> None:
 
 
 @each("path", REFUSED_ENDPOINTS)
-def test_what_is_not_served_is_refused_by_name(client: Any, path: str) -> None:
+def test_endpoints_that_are_not_served_are_refused_by_name(client: Any, path: str) -> None:
     path = path.replace("{name}", "some").replace("{action}", "thing")
     for method in (client.get, client.post):
         reply = method(path)

@@ -13,7 +13,7 @@ from each import each
 from eyas.errors import UserError
 from eyas.serve.model_info import banner
 from eyas.serve.protocol.completions import ChatCompletionRequest, CompletionRequest
-from eyas.target.generation_defaults import SamplingDefaults, read_defaults
+from eyas.target.text import SamplingDefaults, read_defaults
 
 SAID = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 9}
 
@@ -42,7 +42,7 @@ def test_a_value_that_cannot_be_used_fails_at_the_start(tmp_path: Path, wrong: d
         read_defaults(str(tmp_path / "nowhere"), None)
 
 
-def test_requests_that_do_not_say_get_them(new_server: Any) -> None:
+def test_requests_get_the_defaults(new_server: Any) -> None:
     with new_server(sampling_defaults=SamplingDefaults(**SAID)) as client:  # type: ignore[arg-type]
         builder = client.application.context.request_builder
         messages = [{"role": "user", "content": "a"}]
@@ -60,7 +60,7 @@ def test_requests_that_do_not_say_get_them(new_server: Any) -> None:
         assert "temperature 0.6, top_p 0.8" in "\n".join(banner(context.model_info, context.engine_client.budget))
 
 
-def test_without_one_the_api_decides(client: Any) -> None:
+def test_without_a_generation_config_the_api_defaults_apply(client: Any) -> None:
     builder = client.application.context.request_builder
     sampling = builder.completion(CompletionRequest(prompt="a"), None).requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)

@@ -106,7 +106,7 @@ def test_slow_grammars_get_a_400_while_others_answer(client: Any) -> None:
     assert resident_bytes() - before < 256 * 2**20
 
 
-def test_a_busy_compiler_is_a_503_with_a_time_to_come_back(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_compiler_gives_503_with_retry_after(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*_: Any) -> Future[GrammarVerdict]:
         verdict: Future[GrammarVerdict] = Future()
         verdict.set_result(GrammarVerdict(outcome="busy"))
@@ -138,7 +138,7 @@ def test_the_same_grammar_at_once_is_compiled_once(client: Any, monkeypatch: pyt
     assert checked == ["to[g-h]ether"]
 
 
-def test_a_grammar_that_is_done_and_not_cached_yet_is_not_compiled_again(
+def test_a_finished_grammar_is_not_compiled_again_before_it_is_cached(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler, checked = client.application.context.compiler, list[str]()

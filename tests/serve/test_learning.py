@@ -23,7 +23,7 @@ from eyas.serve.learning import collector as collector_module
 from eyas.serve.learning.answer_ring import LEAST_BYTES, AnswerRing
 from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.model_info import ServerLimits
-from eyas.target.fingerprint import fingerprint
+from eyas.target.parts import fingerprint
 from eyas.train.corpus.encoding import encode_conversations
 from serve.test_operation import LONG, fail_once, wait_until_idle
 
@@ -53,7 +53,7 @@ def learning(
 
 
 def read(folder: Path) -> list[Conversation]:
-    """As `eyas adapt` reads the folder."""
+    """Read the folder like `eyas adapt`."""
     if not list(folder.glob("*.jsonl")):
         return []
     bad = BadRecords()
@@ -73,7 +73,7 @@ def settled(client: Any, count: int) -> dict[str, Any]:
         time.sleep(0.01)
 
 
-def test_nothing_of_a_key_that_did_not_opt_in_is_kept(new_server: Any, target: Target, tmp_path: Path) -> None:
+def test_answers_to_keys_without_opt_in_are_not_kept(new_server: Any, target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "answers"
     access = AccessRules(api_keys=(OPTED_IN, OTHER), learn_keys=(OPTED_IN,))
     asked = []
@@ -147,7 +147,7 @@ def test_a_request_may_opt_out_and_one_that_asks_for_privacy_has_to_opt_in(
     assert [one.messages[0]["content"] for one in read(tmp_path / "answers")] == kept
 
 
-def test_asking_to_be_kept_is_refused_where_nobody_keeps(new_server: Any, target: Target, tmp_path: Path) -> None:
+def test_learn_true_is_refused_without_learning(new_server: Any, target: Target, tmp_path: Path) -> None:
     with new_server() as client:
         client.chat(speculative={"learn": True}).assert_refused(400, "speculative.learn", "--learn")
         assert client.chat(speculative={"learn": False}).status == 200
@@ -160,7 +160,7 @@ def test_asking_to_be_kept_is_refused_where_nobody_keeps(new_server: Any, target
         assert client.post("/v1/completions", body, **bearer(OPTED_IN)).status == 200
 
 
-def test_answers_that_did_not_end_well_are_not_kept(new_server: Any, target: Target, tmp_path: Path) -> None:
+def test_incomplete_answers_are_not_kept(new_server: Any, target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "answers"
     with learning(new_server, target, folder) as client:
         fail_once(client.engine, RuntimeError("broken"), after=3)
@@ -190,7 +190,7 @@ async def _leave(client: Any) -> None:
         await task
 
 
-def test_a_line_that_a_kill_tore_is_skipped_by_readers(new_server: Any, target: Target, tmp_path: Path) -> None:
+def test_incomplete_lines_are_skipped_by_readers(new_server: Any, target: Target, tmp_path: Path) -> None:
     with learning(new_server, target, tmp_path / "answers") as client:
         client.chat("first")
         client.chat("second")
@@ -248,7 +248,7 @@ def test_a_write_that_fails_pauses_collecting_and_never_serving(
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING_TOKENS", 60), ("MAX_WAITING_ANSWERS", 2)])
-def test_what_waits_is_bounded_and_the_rest_is_counted(
+def test_waiting_answers_are_bounded_and_others_counted(
     new_server: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
     with learning(new_server, target, tmp_path / "answers") as client:

@@ -94,7 +94,7 @@ def test_unicode_forms_shorten_no_text_by_more() -> None:
         assert decomposing * composing <= UNICODE_FORMS["NFC"]
 
 
-def test_there_is_no_bound_where_text_may_vanish() -> None:
+def test_there_is_no_bound_if_text_may_be_dropped() -> None:
     stripping, words, removing = (
         Tokenizer(models.BPE()),
         Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")),

@@ -21,7 +21,7 @@ def choices_of(client: Any, **fields: Any) -> list[Any]:
     return [whole, events[-1]["choices"][0] | {"text": joined}]
 
 
-def test_the_stop_string_is_told(client: Any, text: str) -> None:
+def test_stop_reason_has_the_stop_string(client: Any, text: str) -> None:
     for choice in choices_of(client, stop=[text[5:7], "never"], ignore_eos=True):
         assert choice["stop_reason"] == text[5:7]
         assert choice["text"] == text[: text.index(text[5:7])]
@@ -30,7 +30,7 @@ def test_the_stop_string_is_told(client: Any, text: str) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_a_stop_token_is_told_and_the_targets_own_is_not(client: Any, target: Any, text: str) -> None:
+def test_stop_reason_has_the_requests_stop_token_only(client: Any, target: Any, text: str) -> None:
     (token,) = target.tokenizer.encode(text[3])
     for choice in choices_of(client, stop_token_ids=[token], ignore_eos=True):
         assert choice["stop_reason"] == token
@@ -121,7 +121,7 @@ def test_logprobs_may_name_tokens_by_id(client: Any) -> None:
         assert len(top) <= 2
 
 
-def test_cached_tokens_are_told_for_the_same_salt_alone(new_server: Any) -> None:
+def test_cached_tokens_count_only_the_same_salt(new_server: Any) -> None:
     prompt = "abcd" * 20
 
     def cached(client: Any, **fields: Any) -> int:

@@ -51,7 +51,7 @@ def markup() -> Markup:
 
 
 @each("name", sorted(ADDRESSES))
-def test_every_file_is_served_with_its_type_and_stays_at_home(client: Any, name: str) -> None:
+def test_every_file_has_its_type_and_a_strict_policy(client: Any, name: str) -> None:
     reply = client.get(ADDRESSES[name])
     assert reply.status == 200
     assert reply.text == (FOLDER / name).read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def test_the_page_can_be_left_out(new_server: Any) -> None:
         assert client.get("/status").status == 200
 
 
-def test_the_page_is_open_and_what_it_shows_needs_the_key(new_server: Any) -> None:
+def test_the_page_is_open_and_its_data_needs_the_key(new_server: Any) -> None:
     with new_server(keys=("secret",)) as client:
         assert client.get("/").status == 200
         assert client.get("/page/app.js").status == 200

@@ -44,7 +44,7 @@ def test_an_echo_has_the_prompt_and_its_logprobs(client: Any, target: Any, max_t
     client.all_back()
 
 
-def test_lm_evals_request_works(client: Any, target: Any) -> None:
+def test_the_request_of_lm_eval_works(client: Any, target: Any) -> None:
     """Several prompts as token ids, one token asked for: sums over a part of the prompt, and whether it was greedy."""
     texts = ["abcabc", "xyzxy", "a"]
     prompts = [target.tokenizer.encode(text) for text in texts]

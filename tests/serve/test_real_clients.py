@@ -1,4 +1,4 @@
-"""What real clients send, as their source or their traffic shows it: each gets an answer."""
+"""Requests of real clients, from their source or their traffic: each gets an answer."""
 
 from __future__ import annotations
 

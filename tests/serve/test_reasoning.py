@@ -42,7 +42,7 @@ def open_client(target: Target, tiny_drafter: Drafter) -> Iterator[Any]:
 
 @pytest.fixture
 def thinking(open_client: Any) -> Iterator[Any]:
-    """The same, with an engine that a test may script."""
+    """A server with an engine that a test may script."""
     generate = open_client.application.context.engine_client.generate
     yield open_client
     open_client.application.context.engine_client.generate = generate
@@ -104,7 +104,7 @@ def test_a_prompt_that_closes_the_reasoning_leaves_only_content(target: Target, 
         assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_an_alias_is_there_for_clients_of_the_older_name(target: Target, tiny_drafter: Drafter) -> None:
+def test_the_reasoning_content_alias_can_be_enabled(target: Target, tiny_drafter: Drafter) -> None:
     unsaid = with_template(target, UNSAID, THINK)
     with serve(unsaid, tiny_drafter, reasoning_parser="auto", reasoning_content_alias=True) as client:
         script(client, "<think>Hm.</think>4")
@@ -115,7 +115,7 @@ def test_an_alias_is_there_for_clients_of_the_older_name(target: Target, tiny_dr
         assert text == "<think>Hm.</think>4".replace("<think>", "").replace("</think>", "")
 
 
-def test_without_the_flag_nothing_is_told_apart(target: Target, tiny_drafter: Drafter) -> None:
+def test_without_a_reasoning_parser_all_is_content(target: Target, tiny_drafter: Drafter) -> None:
     with serve(with_template(target, UNSAID), tiny_drafter) as client:
         script(client, "<think>Hm.</think>4")
         reply = client.chat().json
@@ -195,7 +195,7 @@ def allowed(mask: Any) -> list[int] | None:
     return None if mask is None else [int(token) for token in mask.nonzero()[:, 0]]
 
 
-def test_what_may_come_is_a_function_of_the_tokens_alone() -> None:
+def test_the_mask_is_a_function_of_the_tokens_alone() -> None:
     anything = list(range(10))
     opened = AfterReasoningGrammar(Letters(), ends=[[9]]).matcher(prompt_length=2, stop_ids=[0])
     assert allowed(opened.mask([1, 9], [])) == anything  # the prompt's own end does not count
@@ -221,7 +221,7 @@ def test_what_may_come_is_a_function_of_the_tokens_alone() -> None:
     assert allowed(sequence.mask([8, 7, 6, 8], [])) == [5]
 
 
-def test_harmony_is_read_without_a_flag_and_its_grammar_applies_in_the_final_channel(
+def test_harmony_is_detected_and_its_grammar_applies_in_the_final_channel(
     target: Target, tiny_drafter: Drafter
 ) -> None:
     spoken = with_template(target, TURNS.replace("END", "{# <|channel|>analysis<|message|> #}"), harmony.MARKERS)

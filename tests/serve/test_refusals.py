@@ -1,4 +1,4 @@
-"""What is not honoured is refused by name, with the value, the limit and the fix, in OpenAI's format."""
+"""Unsupported fields and values are refused by name, with the limit and the fix, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_bad_chat_is_named(client: Any, fields: dict[str, Any], parts: list[st
     client.chat(**fields).assert_refused(400, *parts)
 
 
-def test_what_asks_for_nothing_is_no_reason_to_refuse(client: Any) -> None:
+def test_fields_with_neutral_values_are_accepted(client: Any) -> None:
     plain = client.complete().json["choices"]
     for name, values in NEUTRAL_VALUES.items():
         for value in (None, *values):
@@ -112,7 +112,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(client: Any) -> None:
         (b"[" * 10_000, ["no JSON"]),
     ],
 )
-def test_a_body_that_is_none_is_refused(client: Any, content: bytes, parts: list[str]) -> None:
+def test_a_body_that_is_no_json_object_is_refused(client: Any, content: bytes, parts: list[str]) -> None:
     kind = {"content-type": "application/json"}
     client.post("/v1/completions", content=content, headers=kind).assert_refused(400, *parts)
 
@@ -127,7 +127,7 @@ def test_options_of_streams_are_for_streams(client: Any) -> None:
     client.complete(stream_options={"include_usage": True}).assert_refused(400, "stream_options", "stream true")
 
 
-def test_another_model_is_not_pretended(client: Any) -> None:
+def test_requests_for_another_model_get_404(client: Any) -> None:
     client.complete(model="gpt-5").assert_refused(404, "gpt-5", "tiny")
     assert client.complete(model="tiny").status == 200
 

@@ -12,12 +12,11 @@ from pydantic import BaseModel, Field
 
 from each import each
 from serve.conftest import serve
-from serve.scripted import script as say
-from serve.scripted import with_template
+from serve.scripted import script, with_template
 from serve.test_operation import fail_once
 from serve.test_reasoning import OPEN, THINK
 from serve.test_sockets import running
-from serve.test_tools import CALLS, script, speaking
+from serve.test_tools import CALLS, speaking
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
@@ -77,7 +76,7 @@ def test_an_answer_is_that_of_the_chat_completion(client: Any) -> None:
     client.all_back()
 
 
-def test_what_ends_early_is_incomplete(client: Any) -> None:
+def test_answers_that_end_early_are_incomplete(client: Any) -> None:
     reply = respond(client, ignore_eos=True).json
     assert reply["status"] == reply["output"][-1]["status"] == "incomplete"
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -133,7 +132,7 @@ def test_a_stream_tells_every_stage_and_joins_to_the_whole(client: Any) -> None:
     assert {event["item_id"] for event in deltas} == {streamed[-1]["response"]["output"][0]["id"]}
 
 
-def test_log_probabilities_come_when_they_are_included(client: Any) -> None:
+def test_logprobs_come_if_they_are_included(client: Any) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "ignore_eos": True}
     whole = respond(client, **fields).json["output"][0]["content"][0]["logprobs"]
     assert len(whole) == 8
@@ -144,7 +143,7 @@ def test_log_probabilities_come_when_they_are_included(client: Any) -> None:
     assert [entry["token"] for entry in told] == [entry["token"] for entry in whole]  # numbers round by the batch
 
 
-def test_a_stream_that_fails_says_so(new_server: Any) -> None:
+def test_a_stream_that_fails_ends_with_response_failed(new_server: Any) -> None:
     with new_server() as client:
         fail_once(client.engine, RuntimeError("boom"), after=3)
         last = events(respond(client, max_output_tokens=64, ignore_eos=True, stream=True))[-1]
@@ -253,7 +252,7 @@ def test_the_openai_client_creates_streams_and_parses(new_server: Any) -> None:
 def test_reasoning_is_an_item_and_comes_back_as_one(target: Target, tiny_drafter: Drafter) -> None:
     with serve(with_template(target, OPEN, THINK), tiny_drafter, reasoning_parser="qwen3") as client:
         generate = client.application.context.engine_client.generate
-        say(client, "I add.</think>It is 4.")
+        script(client, "I add.</think>It is 4.")
         whole = respond(client).json
         reasoning, message = whole["output"]
         assert reasoning["content"] == [{"type": "reasoning_text", "text": "I add."}]
@@ -306,10 +305,10 @@ def test_a_required_function_is_called(tooled: Any) -> None:
     assert streamed[-1]["response"]["output"][0]["arguments"] == call["arguments"]
 
 
-def test_calls_of_the_models_own_will_and_their_results(target: Target, tiny_drafter: Drafter) -> None:
+def test_voluntary_calls_and_their_results(target: Target, tiny_drafter: Drafter) -> None:
     with serve(speaking(target, "hermes"), tiny_drafter) as client, running(client) as server:
         generate = client.application.context.engine_client.generate
-        script(client, CALLS["hermes"], {})
+        script(client, CALLS["hermes"])
         asking = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         ask: dict[str, Any] = {"model": "tiny", "tools": TOOLS}
         whole = asking.responses.create(input="?", **ask)

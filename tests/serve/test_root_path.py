@@ -15,7 +15,7 @@ def test_slashes_do_not_matter(text: str, path: str) -> None:
 
 
 @each("text", ["/a b", "/a//b", "/../a", "/a?b", "https://host/a", "/{name}"])
-def test_what_is_no_path_is_refused(text: str) -> None:
+def test_invalid_root_paths_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--root-path"):
         read_root_path(text)
 
@@ -47,6 +47,6 @@ def test_the_pages_scripts_ask_relative_addresses() -> None:
             assert 'fetch("/' not in item.read_text(), item.name
 
 
-def test_without_one_nothing_is_said_of_servers(client: Any) -> None:
+def test_without_a_root_path_openapi_lists_no_servers(client: Any) -> None:
     assert "servers" not in client.get("/openapi.json").json
     assert client.get("/eyas/health").status == 404

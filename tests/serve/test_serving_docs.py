@@ -1,4 +1,4 @@
-"""What docs/serving.md shows works: its Python and its curl, against a small server."""
+"""The examples of docs/serving.md, Python and curl, run against a small server."""
 
 from __future__ import annotations
 

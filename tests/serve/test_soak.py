@@ -37,7 +37,7 @@ def soak(url: str, out: Path, **options: Any) -> tuple[int, dict[str, Any], str]
     return done.returncode, json.loads(out.read_text()), done.stdout
 
 
-def test_a_sound_server_stands_the_fire(new_server: Any, tmp_path: Path) -> None:
+def test_a_correct_server_passes_the_soak(new_server: Any, tmp_path: Path) -> None:
     with new_server(limits=ServerLimits(queue=4)) as client, running(client) as server:
         code, record, printed = soak(server.url, tmp_path / "soak.json")
         assert (code, set(record["bars"].values())) == (0, {True}), printed

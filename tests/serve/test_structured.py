@@ -52,7 +52,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 
 
 @each(("fields", "fits"), FORMS)
-def test_every_answer_has_the_form_however_it_is_asked_for_and_drafted(client: Any, fields: Any, fits: Any) -> None:
+def test_every_answer_follows_its_grammar_with_any_field_and_drafting(client: Any, fields: Any, fits: Any) -> None:
     endless = fields == {"structured_outputs": {"grammar": NUMBERED}}  # letters may go on for as long as they like
     told = set()
     for speculative in ({"mode": "off"}, {"mode": "fixed", "depth": 3}, {"mode": "auto"}):
@@ -66,7 +66,7 @@ def test_every_answer_has_the_form_however_it_is_asked_for_and_drafted(client: A
     client.all_back()
 
 
-def test_any_object_is_json_as_far_as_it_comes(client: Any) -> None:
+def test_a_json_object_that_is_cut_is_a_prefix_of_json(client: Any) -> None:
     for wish in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
         choices = client.chat(**wish, temperature=1, n=4, seed=1, max_tokens=100).json["choices"]
         for choice in choices:
@@ -76,13 +76,13 @@ def test_any_object_is_json_as_far_as_it_comes(client: Any) -> None:
     assert client.chat(response_format={"type": "text"}).json["choices"] == client.chat().json["choices"]
 
 
-def test_a_form_that_is_cut_off_says_so(client: Any) -> None:
+def test_a_grammar_that_is_cut_off_ends_with_length(client: Any) -> None:
     choice = client.complete(**schema_format(BIRD), max_tokens=3).json["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["text"].startswith('{"k')
 
 
-def test_a_stream_has_the_form_too_beside_answers_that_have_none(client: Any) -> None:
+def test_streams_follow_grammars_beside_free_answers(client: Any) -> None:
     async def main() -> list[Any]:
         asked = [{**schema_format(BIRD), "stream": True}, {}, {"guided_regex": "[0-9]{4}"}, {"ignore_eos": True}]
         body = {"prompt": "abcabc", "max_tokens": 60, "temperature": 0}
@@ -121,7 +121,7 @@ def test_a_stream_has_the_form_too_beside_answers_that_have_none(client: Any) ->
         ({"guided_regex": "a+", "min_tokens": 3}, ["min_new_tokens", "3"]),
     ],
 )
-def test_a_form_that_cannot_be_followed_is_refused_by_name(client: Any, fields: Any, parts: list[str]) -> None:
+def test_an_unsatisfiable_grammar_is_refused_by_name(client: Any, fields: Any, parts: list[str]) -> None:
     for stream in (False, True):
         client.complete(**fields, stream=stream).assert_refused(400, *parts)
     client.all_back()
@@ -133,7 +133,7 @@ class Bird(BaseModel):
     colours: list[Literal["red", "grey"]] = Field(min_length=1, max_model_len=2)
 
 
-def test_the_openai_client_parses_what_comes(new_server: Any) -> None:
+def test_the_openai_client_parses_structured_output(new_server: Any) -> None:
     with new_server() as client, running(client) as server:
         asking = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         messages: Any = [{"role": "user", "content": "A bird!"}]

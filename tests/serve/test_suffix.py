@@ -47,7 +47,7 @@ def test_a_target_without_a_drafter_drafts_and_answers_as_without(suffixed: Clie
     assert all(by_source)
 
 
-def test_metrics_status_and_model_card_tell_the_source(suffixed: Client) -> None:
+def test_metrics_status_and_model_card_show_the_source(suffixed: Client) -> None:
     ask(suffixed, speculative=FORCED)
     headers = {"Authorization": "Bearer first"}
     counts = suffixed.get("/status", headers=headers).json["counts"]
@@ -63,7 +63,7 @@ def test_metrics_status_and_model_card_tell_the_source(suffixed: Client) -> None
     assert (card["drafter"], card["suffix"], card["mode"], card["method"]) == (None, True, "auto", "auto")
 
 
-def test_answers_to_one_key_are_never_drafted_for_another(target: "Target") -> None:
+def test_suffix_drafts_never_cross_keys(target: "Target") -> None:
     with serve(target, None, options=WITH_SUFFIX, keys=("first", "second")) as client:
 
         def drafted(key: str, **fields: Any) -> int:
@@ -77,7 +77,7 @@ def test_answers_to_one_key_are_never_drafted_for_another(target: "Target") -> N
         client.all_back()
 
 
-def test_what_nobody_drafts_is_refused(suffixed: Client, client: Client) -> None:
+def test_a_method_without_a_drafter_is_refused(suffixed: Client, client: Client) -> None:
     headers = {"Authorization": "Bearer first"}
     body = {"prompt": "abc", "max_tokens": 4}
     for speculative, part in (

@@ -68,9 +68,7 @@ def test_a_certificate_serves_https(pair: Any, new_server: Any) -> None:
             thread.join(30)
 
 
-def test_handshakes_that_do_not_come_take_nobodys_place(
-    pair: Any, new_server: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_tls_handshakes_hold_no_place(pair: Any, new_server: Any, caplog: pytest.LogCaptureFixture) -> None:
     certificate, key = pair("one")
     trust = ssl.create_default_context(cafile=certificate)
     limits = ServerLimits(max_connections=5, header_seconds=0.5)

@@ -12,10 +12,9 @@ import pytest
 
 from chat_tokenizer import SPECIAL, letter_tokenizer
 from each import each
-from eyas.engine.output import OutputDelta, SpecDecodeStats
-from eyas.engine.request import FinishReason
 from eyas.errors import UserError
 from serve.conftest import serve
+from serve.scripted import script
 from serve.test_sockets import running
 
 if TYPE_CHECKING:
@@ -128,30 +127,9 @@ def test_a_stream_of_a_call_joins_to_the_whole(tooled: Any) -> None:
     assert parts[-1]["finish_reason"] == "tool_calls"
 
 
-def script(client: Any, text: str, marks: dict[str, int]) -> None:
-    """Let the engine say this, three letters at a time."""
-
-    async def generate(requests: Any, on_output: Any) -> None:
-        tokens, texts = list[int](), list[str]()
-        rest = text
-        for mark, token in marks.items():
-            if rest.startswith(mark):
-                tokens, texts, rest = [token], [""], rest.removeprefix(mark)
-        pieces = [(tokens, texts)] * bool(tokens)
-        pieces += [([7], [rest[at : at + 3]]) for at in range(0, len(rest), 3)]
-        for number, (ids, said) in enumerate(pieces, 1):
-            finished = FinishReason.STOP if number == len(pieces) else None
-            piece = OutputDelta(key=0, tokens=tuple(ids), texts=tuple(said), depths=(0,) * len(ids), finished=finished)
-            await on_output(0, [piece], SpecDecodeStats())
-
-    client.application.context.engine_client.generate = generate
-
-
-def test_calls_of_the_models_own_will_are_found_by_the_openai_client(
-    target: Target, tiny_drafter: Drafter, dialect: str
-) -> None:
+def test_voluntary_calls_are_found_by_the_openai_client(target: Target, tiny_drafter: Drafter, dialect: str) -> None:
     with serve(speaking(target, dialect), tiny_drafter) as client, running(client) as server:
-        script(client, CALLS[dialect], client.application.context.request_builder.special_tokens)
+        script(client, CALLS[dialect])
         asking = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
         choice = asking.chat.completions.create(**ask).choices[0]
@@ -168,7 +146,7 @@ def test_calls_of_the_models_own_will_are_found_by_the_openai_client(
         assert [(names[index], arguments[index]) for index in names] == expected
         one = asking.chat.completions.create(**ask, parallel_tool_calls=False).choices[0]
         assert len(one.message.tool_calls) == 1
-        script(client, CALLS[dialect], {})
+        script(client, CALLS[dialect], marks={})
         silent = asking.chat.completions.create(**ask, tool_choice="none").choices[0]
         assert silent.finish_reason == "stop"
         assert silent.message.tool_calls is None
@@ -229,7 +207,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_template(tooled: Any,
         ),
     ],
 )
-def test_what_cannot_be_called_is_refused_by_name(tooled: Any, fields: Any, parts: list[str]) -> None:
+def test_wrong_tools_are_refused_by_name(tooled: Any, fields: Any, parts: list[str]) -> None:
     tooled.chat(**{"tools": TOOLS} | fields).assert_refused(400, *parts)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from each import each
 from eyas.serve.protocol.request_policy import RequestPolicy
-from eyas.serve.protocol.unknown_fields import IGNORED_HEADER, MOST_NAMED, ignored_header
+from eyas.serve.protocol.validation import IGNORED_HEADER, MOST_NAMED, ignored_header
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def lenient(new_server: Any) -> Iterator[Any]:
         {"user": "u"},
     ],
 )
-def test_what_asks_nothing_of_the_text_is_taken(client: Any, fields: dict[str, Any]) -> None:
+def test_fields_without_effect_on_the_text_are_accepted(client: Any, fields: dict[str, Any]) -> None:
     plain = client.complete().json["choices"]
     reply = client.complete(**fields)
     assert reply.json["choices"] == plain
@@ -50,7 +50,9 @@ def test_what_asks_nothing_of_the_text_is_taken(client: Any, fields: dict[str, A
         ({"verbosity": "high"}, ["verbosity", "not supported"]),
     ],
 )
-def test_but_only_within_bounds(client: Any, lenient: Any, fields: dict[str, Any], parts: list[str]) -> None:
+def test_fields_without_effect_on_the_text_are_bounded(
+    client: Any, lenient: Any, fields: dict[str, Any], parts: list[str]
+) -> None:
     for one in (client, lenient):
         one.complete(**fields).assert_refused(400, *parts)
 

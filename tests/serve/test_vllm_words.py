@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from each import each
-from eyas.bench.counters import read_counters
-from eyas.bench.draft_counts import draft_counts_of_event
+from eyas.bench.counters import draft_counts_of_event, read_counters
 
 DRAFTED = {"max_tokens": 40, "ignore_eos": True, "speculative": {"mode": "fixed", "depth": 3}}
 
@@ -63,7 +62,7 @@ def test_metrics_have_vllms_names_and_labels_too(new_server: Any) -> None:
 
 
 @pytest.mark.parametrize(("names", "own", "vllm"), [("eyas", True, False), ("vllm", False, True), ("both", True, True)])
-def test_the_operator_chooses_the_names(new_server: Any, names: str, own: bool, vllm: bool) -> None:
+def test_the_operator_chooses_the_metric_names(new_server: Any, names: str, own: bool, vllm: bool) -> None:
     with new_server(metrics_names=names) as client:
         client.complete()
         text = client.get("/metrics").text
@@ -83,7 +82,7 @@ def test_eyas_bench_counts_once(new_server: Any) -> None:
 
 
 @each("path", ["chat", "complete"])
-def test_an_answer_tells_its_acceptance_as_vllm_does(client: Any, path: str) -> None:
+def test_an_answer_has_vllms_acceptance_metrics(client: Any, path: str) -> None:
     ask = getattr(client, path)
     whole = ask(**DRAFTED).json
     told, own = whole["metrics"]["speculative_decoding"], whole["usage"]["speculative"]
@@ -117,7 +116,7 @@ def test_counts_come_with_every_chunk_if_they_are_asked_for(client: Any, path: s
     assert not any("usage" in event for event in events)  # as vLLM: it needs include_usage
 
 
-def test_details_tell_every_step(client: Any) -> None:
+def test_details_list_every_step(client: Any) -> None:
     speculative = {"mode": "fixed", "depth": 2, "details": True}
     told = client.complete(**DRAFTED | {"speculative": speculative}).json["metrics"]["speculative_decoding"]
     assert len(told["per_step_accepted"]) == len(told["per_step_drafted"]) == told["num_spec_steps"]
@@ -125,7 +124,7 @@ def test_details_tell_every_step(client: Any) -> None:
     assert sum(told["per_step_drafted"]) == told["num_draft_tokens"]
 
 
-def test_several_answers_and_plain_ones_have_no_such_figures(client: Any) -> None:
+def test_several_answers_and_plain_ones_have_no_acceptance_metrics(client: Any) -> None:
     assert "metrics" not in client.complete(n=2).json
     assert "metrics" not in client.complete(speculative={"mode": "off"}).json
     assert client.complete().json["metrics"]["speculative_decoding"]["num_spec_tokens"] == 7

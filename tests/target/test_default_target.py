@@ -1,9 +1,10 @@
-"""The embedded default: obtained safely, tokenised exactly, sensible."""
+"""The default target is obtained, checked and converted once; broken or foreign bytes are refused."""
 
 from __future__ import annotations
 
 import hashlib
 import subprocess
+import threading
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch
 from each import each
 from eyas.errors import UserError
 from eyas.target import default
+from eyas.target.default import build_once, logger
 from eyas.target.locate import locate
 from tiny_gguf import tiny_model, write_gguf
 
@@ -74,7 +76,7 @@ def test_a_file_put_in_place_by_hand_is_used_without_pip(tmp_path: Path, monkeyp
     assert Path(locate("smollm2", cache=tmp_path / "cache")).is_dir()
 
 
-def test_a_file_put_in_place_by_hand_is_checked_and_left_to_its_owner(tmp_path: Path) -> None:
+def test_a_file_put_in_place_by_hand_is_checked_and_not_removed(tmp_path: Path) -> None:
     by_hand = tmp_path / "cache" / "downloads" / default.GGUF_NAME
     by_hand.parent.mkdir(parents=True)
     by_hand.write_bytes(b"GGUF but not this one")
@@ -96,7 +98,7 @@ def test_a_file_put_in_place_by_hand_is_checked_and_left_to_its_owner(tmp_path: 
         ("", "no message"),
     ],
 )
-def test_without_pip_or_network_the_way_by_hand_is_told_in_one_line(
+def test_without_pip_or_network_one_line_explains_the_way_by_hand(
     stderr: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = subprocess.CompletedProcess[str]([], 1, "", stderr)
@@ -153,3 +155,44 @@ def test_the_default_target_knows_the_capital_of_france(default_target: Target) 
             break
     assert "Paris" in default_target.tokenizer.decode(ids[start:])
     assert ids[-1] in default_target.stop_ids()
+
+
+def test_a_second_process_waits_and_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "targets" / "one"
+    started, finish, waiting = threading.Event(), threading.Event(), threading.Event()
+    built: list[Path] = []
+
+    def slow(staging: Path) -> None:
+        built.append(staging)
+        started.set()
+        assert finish.wait(10)
+        (staging / "done").touch()
+
+    first = threading.Thread(target=build_once, args=(folder, slow))
+    monkeypatch.setattr(logger, "info", lambda line: waiting.set())
+    second = threading.Thread(target=build_once, args=(folder, slow))
+    first.start()
+    assert started.wait(10)
+    second.start()
+    assert waiting.wait(10)
+    assert not folder.exists()
+    finish.set()
+    first.join(10)
+    second.join(10)
+    assert len(built) == 1
+    assert (folder / "done").is_file()
+
+
+def test_leftovers_of_a_killed_builder_are_removed(tmp_path: Path) -> None:
+    stale = tmp_path / ".one.partial-killed"
+    stale.mkdir()
+    (stale / "half").touch()
+    build_once(tmp_path / "one", lambda staging: (staging / "done").touch())
+    assert not stale.exists()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["one"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot use the cache"):
+        build_once(tmp_path / "file" / "one", lambda staging: None)

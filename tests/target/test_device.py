@@ -1,4 +1,4 @@
-"""The device that is chosen, and how it is told."""
+"""The choice of the device and its description."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         choose_device("cuda:99")
 
 
-def test_a_cpu_that_nobody_asked_for_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_chosen_by_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert device_words(cpu, asked="cpu") == "cpu"
     monkeypatch.setattr(torch.version, "cuda", None)

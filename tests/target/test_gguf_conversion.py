@@ -1,4 +1,4 @@
-"""A folder converted from GGUF computes what the model in the file computes; what is not understood is refused."""
+"""A folder converted from GGUF gives the logits of the file's model; unknown keys and tensors are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from each import each
 from eyas.errors import UserError
 from eyas.target import gguf as conversion
 from eyas.target.facts import read_facts
-from eyas.target.gguf_rope import llama3_factors
+from eyas.target.gguf_architectures import llama3_factors
 from eyas.target.locate import locate
 from eyas.target.model import Target
 from tiny_gguf import as_stored, tiny_model, write_gguf
@@ -162,7 +162,7 @@ def test_phi3_keeps_its_window_and_its_rotations(rope: dict[str, Any], tmp_path:
 
 
 def test_large_models_are_split_into_shards_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyas.target.shards import write_bfloat16
+    from eyas.target.gguf import write_bfloat16
 
     monkeypatch.setattr(
         conversion, "write_bfloat16", lambda *args: write_bfloat16(*args, shard_bytes=100_000), raising=True
@@ -201,7 +201,7 @@ def test_facts_come_from_the_file(tmp_path: Path) -> None:
         (lambda w: w.add_uint16("split.count", 3), "one of 3 pieces"),
     ],
 )
-def test_what_is_not_understood_is_refused_and_not_ignored(edit: Edit, message: str, tmp_path: Path) -> None:
+def test_unknown_keys_and_tensors_are_refused(edit: Edit, message: str, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf", edit=edit)
     refuses(path, message)
 
@@ -214,7 +214,7 @@ def test_what_is_not_understood_is_refused_and_not_ignored(edit: Edit, message: 
         (lambda w: w.add_final_logit_softcapping(30.0), "gemma3.final_logit_softcapping, which eyas does not"),
     ],
 )
-def test_what_a_gemma3_file_says_otherwise_is_refused(edit: Edit, message: str, tmp_path: Path) -> None:
+def test_unknown_gemma3_values_are_refused(edit: Edit, message: str, tmp_path: Path) -> None:
     refuses(write_gguf(tiny_model("gemma3_text"), tmp_path / "m.gguf", edit=edit), message)
 
 
@@ -228,7 +228,7 @@ def test_what_a_gemma3_file_says_otherwise_is_refused(edit: Edit, message: str, 
         ),
     ],
 )
-def test_what_a_phi3_file_says_otherwise_is_refused(edit: Edit, message: str, tmp_path: Path) -> None:
+def test_unknown_phi3_tensors_are_refused(edit: Edit, message: str, tmp_path: Path) -> None:
     refuses(write_gguf(tiny_model("phi3"), tmp_path / "m.gguf", edit=edit), message)
 
 
@@ -244,7 +244,7 @@ def test_what_a_phi3_file_says_otherwise_is_refused(edit: Edit, message: str, tm
         ),
     ],
 )
-def test_what_a_mixture_lacks_or_says_otherwise_is_refused(edit: Edit, drop: str, message: str, tmp_path: Path) -> None:
+def test_missing_or_unknown_parts_of_a_mixture_are_refused(edit: Edit, drop: str, message: str, tmp_path: Path) -> None:
     refuses(write_gguf(tiny_model("qwen3_moe"), tmp_path / "m.gguf", edit=edit, drop=drop), message)
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file's matrices stay packed and give what their dequantised weights give, up to activations of 8 bits."""
+"""A GGUF file's matrices stay packed and act like their dequantised weights, up to 8-bit activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch import nn
 from each import each
 from eyas.engine.runner.fused_target import fused_target
 from eyas.errors import UserError
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, load_quantised, quantise
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding
+from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised, quantise
 from eyas.kernels.llama.packed_experts import PackedExperts
 from eyas.loading import load_target
 from eyas.target.gguf_blocks import blocks_of, is_packable
@@ -25,7 +26,7 @@ from eyas.target.model import Target
 from tiny_gguf import tiny_model, write_gguf
 
 FACTORS_AT = {Kind.Q6_K: (208,), Kind.Q4_0: (0,), Kind.Q5_0: (0,), Kind.Q8_0: (0,)}
-"""Where a block has its half-precision factors; the others have two, at its beginning."""
+"""Where a block has its half-precision factors; other kinds have two at the beginning."""
 KINDS = [kind for kind in Kind if is_packable(kind)]
 
 
@@ -55,7 +56,7 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def test_the_kinds_that_people_have_are_packable() -> None:
+def test_common_quantization_types_are_packable() -> None:
     assert {kind.name for kind in KINDS} >= {"Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
     assert not any(is_packable(kind) for kind in (Kind.F32, Kind.F16, Kind.BF16, Kind.IQ2_XXS))
 
@@ -90,7 +91,7 @@ def test_blocks_are_what_the_gguf_package_dequantises(kind: Kind) -> None:
     ],
 )
 def test_a_packed_model_is_near_its_dequantised_weights(load: Load, family: str, kind: Kind, tmp_path: Path) -> None:
-    # Of all experts: a near-tie between two of them would be decided otherwise, and change everything behind it.
+    # All experts are chosen: a near-tie could be decided differently, and change all later layers.
     everyone = {"num_experts_per_tok": 6} if family == "qwen3_moe" else {}
     path = write_gguf(tiny_model(family, **everyone), tmp_path / "m.gguf", kind=kind)
     packed, dense = load(path), load(path, "none")
@@ -124,7 +125,7 @@ def test_packed_experts_run_fused_and_as_the_models_own_code_does(load: Load, tm
     fused, model = fused_target(target), target.model
     assert fused is not None
     assert fused.quantised
-    assert fused.layers is None  # experts have no place in one call
+    assert fused.layers is None  # experts are not part of the single call
     experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
     assert len(experts) == 3
     assert all(isinstance(product, QuantisedLinear) for one in experts for pair in one.products for product in pair)
@@ -151,7 +152,7 @@ def test_the_packed_weights_keep_the_size_of_the_file(load: Load, tmp_path: Path
     assert sum(linear.nbytes for linear in linears) <= 5.2 / 8 * weights
 
 
-def test_kinds_without_an_integer_product_are_computed_from_bfloat16_and_it_is_said(
+def test_types_without_an_integer_kernel_are_computed_from_bfloat16_and_logged(
     load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model()
@@ -168,14 +169,14 @@ def test_kinds_without_an_integer_product_are_computed_from_bfloat16_and_it_is_s
     assert distance(logits_of(target), logits_of(load(mixed, "none"))) < 0.06
 
 
-def test_a_file_without_quantised_matrices_runs_as_before(load: Load, tmp_path: Path) -> None:
+def test_a_file_without_quantised_matrices_is_not_packed(load: Load, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf")
     assert load(path).quantization == "none"
     with pytest.raises(UserError, match="is not a GGUF file with quantised matrices"):
         load(path, "gguf")
 
 
-def test_a_type_that_is_asked_for_is_given(load: Load, tmp_path: Path) -> None:
+def test_a_requested_dtype_is_used_or_refused(load: Load, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf", kind=Kind.Q8_0)
     assert load(path, dtype="float32").quantization == "none"
     assert load(path, "gguf", dtype="float32").quantization == "gguf"
@@ -202,13 +203,13 @@ def test_any_target_is_quantised_on_the_fly(load: Load, quantization: str, tied:
     assert fused.layers is not None
 
 
-def test_what_cannot_be_quantised_is_refused_by_name(load: Load, tmp_path: Path) -> None:
+def test_an_unknown_quantization_is_refused(load: Load, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf")
     with pytest.raises(UserError, match="unknown quantization 'fp7'; use one of auto, none, fp8, int8, int4, gguf"):
         load(path, "fp7")
 
 
-def test_without_a_compiler_a_file_is_dequantised_and_it_is_said(
+def test_without_a_compiler_a_file_is_dequantised_and_logged(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf", kind=Kind.Q8_0)

@@ -1,4 +1,4 @@
-"""Tokenizers made from GGUF cut, mark and decode text as the target's own tokenizer does."""
+"""Tokenizers converted from GGUF encode and decode text like the target's own tokenizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_words_are_cut_as_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
     assert "|".join(CUT[first:end] for _, (first, end) in cutter.pre_tokenize_str(CUT)) == CUTS[pre]
 
 
-def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path) -> None:
+def test_special_tokens_of_phi3_take_the_white_space_after_them(tmp_path: Path) -> None:
     for family, expected in (("phi3", ["</s>", "▁", "t"]), ("llama", ["</s>", "▁", "<0x0A>", "▁", "t"])):
         path = write_gguf(tiny_model(family), tmp_path / f"{family}.gguf", sentencepiece=True)
         tokenizer = AutoTokenizer.from_pretrained(locate(str(path), cache=tmp_path / "cache"))
@@ -95,7 +95,7 @@ def test_sentencepiece_joins_by_score_and_falls_back_to_bytes(tmp_path: Path) ->
     [(None, None, ["<s>", "▁th"]), (True, True, ["<s>", "▁th"]), (False, True, ["<s>", "th"]), (False, False, ["th"])],
 )
 @each("reload", [1, 2])
-def test_sentencepiece_begins_as_the_file_says(
+def test_sentencepiece_prefixes_follow_the_file(
     prefix: bool | None, bos: bool | None, expected: list[str], reload: int, tmp_path: Path
 ) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:

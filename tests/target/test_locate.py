@@ -1,4 +1,4 @@
-"""Names of targets lead to folders or hub ids, or to one line that says what is wrong."""
+"""Names of targets resolve to folders or hub ids, or to an error of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, with experts in MXFP4, is read as transformers reads it."""
+"""gpt-oss as published, with MXFP4 experts, is read as transformers reads it."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def drawn(*shape: int, exponents: tuple[int, int] = (119, 124)) -> tuple[Tensor,
 
 
 def transformers_own(folder: Path, dtype: torch.dtype) -> Any:
-    """The model that transformers makes of a checkpoint."""
+    """transformers' model of a checkpoint."""
     config = Mxfp4Config(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).eval()
     return model.float() if dtype == torch.float32 else model  # experts would stay in bfloat16
@@ -53,7 +53,7 @@ def test_numbers_are_those_of_transformers(inputs: int, dtype: torch.dtype) -> N
     assert (packed.count, packed.outputs, packed.inputs) == (3, 10, inputs)
 
 
-def test_the_least_exponent_is_a_number_too() -> None:
+def test_the_least_exponent_is_valid() -> None:
     pairs, exponents = torch.full((1, 1, 1, 16), 0x21, dtype=torch.uint8), torch.zeros(1, 1, 1, dtype=torch.uint8)
     expected = torch.tensor([0.5, 1.0]).repeat(16) * 2.0**-127
     assert torch.equal(dequantised_mxfp4(pairs, exponents, torch.float32)[0, 0], expected)
@@ -70,12 +70,12 @@ def test_logits_are_those_of_transformers(dtype: str, tmp_path: Path, caplog: py
     caplog.set_level(logging.INFO, logger="eyas")
     target = Target.load(str(tmp_path), dtype=dtype)
     assert f"6 matrices of mxfp4 are dequantised to {dtype}" in caplog.text
-    assert "MB): products of 8- and 4-bit weights of this kind run on a GPU only" in caplog.text
+    assert "MB): kernels for this kind of 8- and 4-bit weights run on a GPU only" in caplog.text
     assert target.quantization == "none"
     theirs = transformers_own(tmp_path, getattr(torch, dtype))
     for name, weight in theirs.state_dict().items():
         assert torch.equal(target.model.state_dict()[name].float(), weight.float()), name
-    for name, weight in theirs.named_parameters():  # sums go in another order where numbers lie otherwise in memory
+    for name, weight in theirs.named_parameters():  # another memory layout changes the order of sums
         if weight.ndim == 3:
             assert name.endswith("_proj")
             weight.data = weight.data.mT.contiguous().mT
@@ -86,7 +86,7 @@ def test_logits_are_those_of_transformers(dtype: str, tmp_path: Path, caplog: py
 
 @pytest.fixture
 def packed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts stay packed; torch computes what kernels do on a GPU."""
+    """Experts stay packed; torch computes what the kernels do on a GPU."""
     monkeypatch.setattr(quantised_checkpoint, "multiplies", lambda *_: None)
 
 
@@ -130,7 +130,7 @@ def test_batches_change_nothing_of_packed_experts(tmp_path: Path) -> None:
         assert answer == made[0, len(prompt) :].tolist()
 
 
-def test_a_processor_serves_it_dequantised(tmp_path: Path) -> None:
+def test_a_cpu_serves_it_dequantised(tmp_path: Path) -> None:
     write_mxfp4(tmp_path)
     target = load_target(str(tmp_path), dtype="auto", device="cpu")
     assert target.quantization == "none"
@@ -179,7 +179,7 @@ def of_another_type(tensors: dict[str, Tensor]) -> None:
             r"uint8 of shape \(6, 320, 2, 16\) in the file, and config.json makes .*3, 16\)",
         ),
         (of_another_type, r"down_proj has float32 of shape \(6, 96, 5\) in the file"),
-        (no_number, r"layers\.2.*gate_up_proj has scales of 255, which is no number"),
+        (no_number, r"layers\.2.*gate_up_proj has scales of 255, which stands for NaN"),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dequantised", "packed"])

@@ -1,4 +1,4 @@
-"""Documents in one call are what each is alone; nothing is seen across their borders."""
+"""Documents in one pass equal each document alone; nothing is seen across their borders."""
 
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from eyas.errors import UserError
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, _WithinDocuments, attends_plainly, runs_in_one_pass
-from target.test_head import target_of
+from target.test_parts import target_of
 from tiny import Letters, latent_target_config
 
 LENGTHS = (5, 9, 1, 6)
@@ -31,7 +31,7 @@ def packed(target: Target, lengths: tuple[int, ...] = LENGTHS, *, one_pass: bool
 
 
 def alone(target: Target) -> tuple[Tensor, Tensor]:
-    """Every document by itself, through the target's own forward pass."""
+    """Each document alone, through the target's own forward pass."""
     ids = torch.randint(0, 80, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
     decoder: Any = target.model.get_decoder()
     pieces = [ids[None, a:b] for a, b in pairwise(starts_of(LENGTHS).tolist())]
@@ -63,7 +63,7 @@ def flash_written_out(
     window_size_left: int = 9999,
     **__: object,
 ) -> tuple[Tensor]:
-    """What flash attention computes, where there is no GPU."""
+    """What flash attention computes, for machines without a GPU."""
     group = q_THK.shape[1] // k_TGK.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k_TGK, v_TGK))
     index = torch.arange(len(q_THK))
@@ -109,7 +109,7 @@ def test_values_that_are_narrower_than_keys_are_padded_for_flash(monkeypatch: py
     assert widths == {(96, 96, 96)}
 
 
-def test_attention_that_flash_cannot_do_is_refused() -> None:
+def test_attention_that_flash_does_not_support_is_refused() -> None:
     x = torch.zeros(3, 2, 8)
     within = _WithinDocuments(starts_of((3,)), 4)
     with pytest.raises(UserError, match=r"Linear caps its attention scores.*target\.dtype"):

@@ -1,24 +1,28 @@
-"""A target without its layers: what is read from files is what the loaded target has, or is refused."""
+"""Parts of a target equal those of the loaded one; its head gives its logits, and its norms identify it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from chat_tokenizer import letter_tokenizer
 from each import each
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
+from eyas.target.facts import facts_of
 from eyas.target.model import Target
-from eyas.target.parts import TargetParts
+from eyas.target.parts import TargetHead, TargetParts, fingerprint, read_head
 from mxfp4_checkpoint import write_mxfp4
-from target.test_capture import FAMILIES, some_ids
-from target.test_head import target_of
+from target.test_capture import FAMILIES, some_ids, tiny
 from target.test_quantised_checkpoint import LAYOUTS, write
+from tiny_gguf import tiny_model, write_gguf
 
 
 def saved(family: str, folder: Path, **options: Any) -> str:
@@ -110,7 +114,7 @@ def test_a_decoder_under_another_name_is_found_beside_a_vision_tower(prefix: str
     assert_same(TargetParts.load(source), expected)
 
 
-def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_parts_are_refused_by_name(tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
 
@@ -135,7 +139,7 @@ def test_what_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         TargetParts.load(source)
 
 
-def test_without_the_norms_of_its_layers_nobody_knows_who_a_target_is(tmp_path: Path) -> None:
+def test_without_the_norms_of_its_layers_there_is_no_fingerprint(tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.0.input_layernorm.weight"]
@@ -143,7 +147,7 @@ def test_without_the_norms_of_its_layers_nobody_knows_who_a_target_is(tmp_path: 
     assert TargetParts.load(source).fingerprint is None
 
 
-def test_a_chat_format_takes_the_place_of_the_tokenizers_own(tmp_path: Path) -> None:
+def test_a_chat_format_replaces_the_tokenizers_template(tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
     assert TargetParts.load(source, chat_format=ChatFormat(template="{{ messages }}")).tokenizer.chat_template == (
         "{{ messages }}"
@@ -156,3 +160,110 @@ def test_the_parts_of_the_default_target_are_its_own(default_target: Target) -> 
     loaded = TargetParts.of(default_target)
     read = TargetParts.load("smollm2", dtype=str(loaded.dtype).removeprefix("torch."))
     assert_same(read, loaded)
+
+
+SCALED: dict[str, dict[str, float]] = {
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {"final_logit_softcapping": 3.0},
+}
+
+
+@torch.no_grad()
+def target_of(family: str) -> Target:
+    """Return a target with larger logits, random biases and norms, and a logit scale or cap if it has one."""
+    model = tiny(family)
+    model.get_output_embeddings().weight.mul_(20)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    for key, value in SCALED.get(family, {}).items():
+        setattr(model.config, key, value)
+        if hasattr(model, key):  # Cohere keeps a copy
+            setattr(model, key, value)
+    return Target(
+        facts=facts_of(model.config, family), model=model.requires_grad_(False), tokenizer=PreTrainedTokenizerBase()
+    )
+
+
+def states_and_scores(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    model: Any = target.model
+    with torch.no_grad():
+        states = model.get_decoder()(input_ids=some_ids(), use_cache=False).last_hidden_state[0]
+        return states, model(input_ids=some_ids(), use_cache=False).logits[0]
+
+
+@each("family", [*FAMILIES, "granite", "cohere"])
+def test_the_head_gives_the_targets_own_scores(family: str) -> None:
+    target = target_of(family)
+    states, theirs = states_and_scores(target)
+    head = read_head(target)
+    torch.testing.assert_close(head.scores(states), theirs, rtol=1e-5, atol=1e-5)
+    chosen = torch.tensor([3, 7, 79])
+    torch.testing.assert_close(head.only(chosen).scores(states), theirs[:, chosen], rtol=1e-5, atol=1e-5)
+
+
+@each(
+    ("family", "without"),
+    [("granite", {"scale": 1.0}), ("cohere", {"scale": 1.0}), ("gemma2", {"cap": None}), ("phi", {"bias_V": None})],
+)
+def test_scale_cap_and_bias_of_the_head_matter(family: str, without: dict[str, Any]) -> None:
+    target = target_of(family)
+    states, theirs = states_and_scores(target)
+    poorer: TargetHead = replace(read_head(target), **without)
+    assert float((poorer.scores(states) - theirs).abs().max()) > 0.02 * float(theirs.abs().max())
+
+
+def test_a_target_with_other_scores_than_its_heads_is_refused() -> None:
+    target = target_of("llama")
+    target.model.config.logit_scale = 2.0  # set, but not applied by the model
+    with pytest.raises(UserError, match=r"scores of llama \(llama\) are not its head.*differ by .* not supported"):
+        read_head(target)
+    del target.model.config.logit_scale
+    read_head(target)
+
+    def sharpen(module: object, args: object, output: Any) -> Any:
+        output.logits = output.logits * float("nan")
+        return output
+
+    hook = target.model.register_forward_hook(sharpen)
+    with pytest.raises(UserError, match="not supported for training"):
+        read_head(target)
+    hook.remove()
+
+
+@each("family", ["llama", "qwen3"])
+def test_a_folder_and_gguf_files_of_one_model_agree_in_any_precision(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    ours = fingerprint(model)
+    assert len(ours) == 16
+    assert fingerprint(tiny_model(family).bfloat16()) == fingerprint(tiny_model(family).half()) == ours
+    for kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0):
+        path = write_gguf(model, tmp_path / f"{kind.name}.gguf", kind=kind)
+        assert fingerprint(Target.load(str(path), cache=tmp_path / "cache").model) == ours
+
+
+def test_norms_stored_plus_one_have_the_same_fingerprint() -> None:
+    gemma, stored = tiny_model("gemma2"), tiny_model("gemma2")
+    with torch.no_grad():
+        for each in (gemma, stored):
+            for name, weight in each.named_parameters():
+                if "norm" in name:
+                    weight.sub_(1).mul_(torch.logspace(-9, 0, len(weight))).copy_(weight.bfloat16().float())
+        for name, weight in stored.named_parameters():
+            if "norm" in name:
+                weight.add_(1).sub_(1)
+    assert fingerprint(gemma) == fingerprint(stored)
+
+
+@each("change", [{"num_hidden_layers": 4}, {"vocab_size": 300}, {"hidden_size": 128}])
+def test_other_sizes_give_another_fingerprint(change: dict[str, Any]) -> None:
+    assert fingerprint(tiny_model(**change)) != fingerprint(tiny_model())
+
+
+@each("norm", ["model.norm", "model.layers.1.input_layernorm"])
+def test_one_changed_norm_weight_gives_another_fingerprint(norm: str) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_parameter(f"{norm}.weight")[7] *= 1.01
+    assert fingerprint(model) != fingerprint(tiny_model())

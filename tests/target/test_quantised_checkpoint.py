@@ -1,4 +1,4 @@
-"""A small model in every published layout loads: packed where there are products, dequantised elsewhere."""
+"""A small model in every published format loads: packed where there are kernels, dequantised elsewhere."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.target import quantised_checkpoint
 from eyas.target.model import Target
-from quantization.test_quantised_tensors import packed_rows
+from quantization.test_formats import packed_rows
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -113,7 +113,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any], type[nn.Mo
 
 
 def write(folder: Path, layout: str, change: Callable[[dict[str, Tensor]], None] | None = None) -> LlamaForCausalLM:
-    """A checkpoint in a layout, and the model that it is meant to be."""
+    """Write a checkpoint in a format; returns the model that it represents."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     quantise, said, _ = LAYOUTS[layout]
@@ -136,9 +136,7 @@ def write(folder: Path, layout: str, change: Callable[[dict[str, Tensor]], None]
 
 
 @each("layout", LAYOUTS)
-def test_on_a_cpu_it_is_dequantised_and_that_is_said(
-    layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cpu_dequantises_and_logs_it(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     meant = write(tmp_path, layout)
     with caplog.at_level(logging.INFO):
         loaded = Target.load(str(tmp_path), dtype="float32", device="cpu")
@@ -150,7 +148,9 @@ def test_on_a_cpu_it_is_dequantised_and_that_is_said(
 
 
 @each("layout", LAYOUTS)
-def test_where_there_are_products_it_stays_packed(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_packed_where_there_are_kernels(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quantised_checkpoint, "multiplies", lambda *_: None)
     meant = write(tmp_path, layout)
     loaded = Target.load(str(tmp_path), dtype="float32", device="cpu")
@@ -194,7 +194,7 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path) -> None:
         Target.load(str(tmp_path), dtype="float32", device="cpu")
 
 
-def test_damaged_files_are_told(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "fp8")
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

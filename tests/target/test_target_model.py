@@ -1,4 +1,4 @@
-"""A loaded target answers the questions of the other rooms, and an incomplete one is not loaded."""
+"""A loaded target: forward pass, dtype, device and chat; an incomplete one is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_forward_gives_logits_and_states_of_the_same_pass(folder: Path) -> None:
     assert torch.equal(output.aux_hidden_BTX[..., :64], target.embedding()[ids_BT])
 
 
-def test_loading_says_where(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_logged(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, "eyas"):
         assert Target.load(str(folder), device="auto").device.type == "cpu"
@@ -155,7 +155,7 @@ def test_chat_uses_the_targets_own_template_or_says_there_is_none(folder: Path) 
         target.encode_chat(messages)
 
 
-def test_variables_of_the_run_stand_below_those_of_a_call(folder: Path) -> None:
+def test_variables_of_a_call_override_those_of_the_run(folder: Path) -> None:
     template = "{{ messages[0].content }}{{ mode }}{{ pace }}"
     chat_format = ChatFormat(template=template, variables={"mode": "the", "pace": "a"})
     target = Target.load(str(folder), chat_format=chat_format)

@@ -1,4 +1,4 @@
-"""Batches, features and drafters of a few lines for the tests of training."""
+"""Small batches, features and drafters for the tests of training."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ EAGLE_31 = {"fc_norm": True, "norm_output": True}
 
 @dataclass(frozen=True)
 class ScoreTeacher:
-    """A teacher whose scores are written down."""
+    """Teacher with fixed logits."""
 
     logits_TV: Tensor
     target_ids_W: Tensor
 
-    def distribution(self, row_C: Tensor) -> ExactDistribution:
+    def __call__(self, row_C: Tensor) -> ExactDistribution:
         logits_CV = self.logits_TV[row_C]
         return ExactDistribution(
             logits_CW=logits_CV[:, self.target_ids_W],
@@ -38,7 +38,7 @@ def batch_of(
     ids: Tensor | None = None,
     device: str = "cpu",
 ) -> TrainingBatch:
-    """Documents of these lengths; everything but the first token of each counts unless a mask says otherwise."""
+    """Batch of documents of these lengths; without a mask, every token but the first of each counts."""
     total = sum(lengths)
     generator = torch.Generator().manual_seed(seed)
     if ids is None:

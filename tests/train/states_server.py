@@ -1,6 +1,6 @@
-"""A server that hands out states as vLLM with eyas's connector does, in this process, of a tiny target.
+"""Server in this process that hands out states of a tiny target as vLLM with eyas's connector does.
 
-It speaks the same protocol: three addresses, and files that appear whole. What may go wrong can be asked for.
+It has the same protocol: three addresses, and files that appear whole. Faults can be injected.
 """
 
 import json
@@ -16,14 +16,14 @@ from safetensors.torch import save
 from eyas.target.model import Target
 
 Fault = Callable[[list[int]], str | None]
-"""What goes wrong with a document: `status NNN`, `no file`, `other ids`, `torn`, `error`; None: nothing."""
+"""Fault of a document: `status NNN`, `no file`, `other ids`, `torn`, `error`; None: none."""
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Hooks of a capture see whoever runs, and servers share a target."""
+"""Lock around passes: servers share a target, and its capture hooks see every pass."""
 
 
 class StatesServer:
-    """Serves until it is stopped; `start` again takes the same port."""
+    """HTTP server that keeps its port when it is stopped and started again."""
 
     def __init__(self, target: Target, folder: Path, layer_ids: tuple[int, ...], *, version: str = "0.32.0") -> None:
         self.target, self.folder, self.version = target, folder, version
@@ -90,7 +90,7 @@ class StatesServer:
         return self
 
     def stop(self) -> None:
-        """As if it were killed: connections break too."""
+        """Stop as if killed: connections break too."""
         assert self._http is not None
         http, self._http = self._http, None
         http.shutdown()
@@ -101,7 +101,7 @@ class StatesServer:
             except OSError:
                 continue
         with _ONE_AT_A_TIME:
-            pass  # a pass under way must not outlive the test: the model is others' too
+            pass  # a running pass must not outlive the test, since the model is shared
 
     @torch.no_grad()
     def complete(self, body: dict[str, Any]) -> tuple[int, Any]:

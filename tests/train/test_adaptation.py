@@ -1,4 +1,4 @@
-"""An adaptation stays near its start, mixes in what is not to be forgotten, and is judged with an interval."""
+"""An adaptation stays near its start, mixes in replayed conversations, and is judged with an interval."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from eyas.drafter.drift import Estimate
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.model import Target
-from eyas.train.adaptation.judge import AcceptanceChange, compare, walk_conversations
-from eyas.train.adaptation.outcome import decide_adaptation
+from eyas.train.adaptation.judge import AcceptanceChange, compare, decide_adaptation, walk_conversations
 from eyas.train.adaptation.recipe import AdaptationSettings, adaptation_recipe
 from eyas.train.corpus.corpus import Corpus, Replay, concatenate, packs, split
 from eyas.train.estimate import RoundCounts
@@ -38,7 +37,7 @@ def state_of(drafter: Drafter, *, anchor: float) -> TrainState:
 
 
 def distance_after(steps: int, *, anchor: float, scale: float = 1.0) -> float:
-    """How far weights go that are pushed one way at every step."""
+    """Distance that weights move if every gradient is one."""
     state = state_of(tiny.random_drafter(tiny.drafter_config(), own_embedding=False), anchor=anchor)
     start = {name: master.detach().clone() for name, master in state.master_weights.items()}
     for _ in range(steps):
@@ -48,17 +47,17 @@ def distance_after(steps: int, *, anchor: float, scale: float = 1.0) -> float:
     return max(float((master.detach() - start[name]).abs().max()) for name, master in state.master_weights.items())
 
 
-def test_an_anchored_drafter_goes_no_further_than_a_step_over_the_anchor() -> None:
+def test_an_anchored_drafter_moves_at_most_one_step_over_the_anchor() -> None:
     assert distance_after(60, anchor=0.0) == pytest.approx(0.6, rel=0.02)  # Adam's step is the learning rate
     assert distance_after(60, anchor=0.2) <= 0.01 / 0.2
-    assert distance_after(60, anchor=0.2) == pytest.approx(0.04, rel=0.02)  # (1 - a) of it, behind the pull
+    assert distance_after(60, anchor=0.2) == pytest.approx(0.04, rel=0.02)  # (1 - a) of it, after the pull
 
 
-def test_the_pull_follows_the_learning_rate() -> None:
+def test_the_anchor_scales_with_the_learning_rate() -> None:
     assert distance_after(200, anchor=0.2, scale=0.5) == pytest.approx(0.005 * 0.9 / 0.1, rel=0.02)
 
 
-def test_a_state_taken_up_is_pulled_to_where_the_run_started_not_to_where_it_stopped() -> None:
+def test_a_resumed_state_is_anchored_to_the_start_of_the_run() -> None:
     begun = state_of(tiny.random_drafter(tiny.drafter_config(), own_embedding=False), anchor=0.5)
     first = begun.master_weights["fc.weight"].detach().clone()
     stored = {name: tensor.clone() for name, tensor in begun.state_dict().items()}
@@ -75,7 +74,7 @@ def test_an_anchor_needs_a_drafter_to_start_from() -> None:
 
 
 @each("share", [0.2, 0.6])
-def test_every_document_is_met_once_and_the_rest_is_replay_of_that_share(share: float) -> None:
+def test_an_epoch_has_every_document_once_and_the_replay_share(share: float) -> None:
     corpus = concatenate([corpus_of(40), corpus_of(10, seed=1)])
     replay = Replay(first=40, share=share)
     met = [
@@ -85,7 +84,7 @@ def test_every_document_is_met_once_and_the_rest_is_replay_of_that_share(share: 
     for epoch in met:
         assert sorted(index for index in epoch if index < 40) == list(range(40))
         assert sum(index >= 40 for index in epoch) / len(epoch) == pytest.approx(share, abs=0.02)
-    if share == 0.2:  # all ten, so which come is no matter of chance
+    if share == 0.2:  # all ten are drawn
         assert sorted(met[0]) == sorted(met[1]) == list(range(50))
         assert met[0] != met[1]
 
@@ -99,7 +98,7 @@ def test_the_newest_conversations_are_held_out_with_all_their_documents() -> Non
     assert (kept.conversation.tolist(), held.conversation.tolist()) == ([0, 0, 1], [2, 3, 3])
 
 
-def test_a_run_of_steps_and_minutes_ends_at_the_first_and_its_rate_falls_towards_it() -> None:
+def test_a_run_of_steps_and_minutes_ends_at_the_nearer_end() -> None:
     length = RunLength(steps=100, minutes=1.0)
     assert length.position(50, 6.0) == (50, 100)
     assert length.position(10, 30.0) == (30_000, 60_000)
@@ -118,14 +117,14 @@ def counts_of(*rows: tuple[int, ...]) -> Any:
     return np.array(rows, dtype=np.int64)
 
 
-def test_the_same_drafter_has_no_gain_and_no_doubt_about_it() -> None:
+def test_the_same_drafter_has_a_gain_of_exactly_zero() -> None:
     walked = counts_of((10, 5, 2), (20, 4, 0), (7, 7, 7))
     change = compare(walked, walked)
     assert (change.gain.value, change.gain.low, change.gain.high) == (0, 0, 0)
     assert change.before == change.after == RoundCounts(rounds=37, accepted_at=(16, 9))
 
 
-def test_the_interval_is_that_of_conversations_not_of_rounds() -> None:
+def test_the_interval_is_over_conversations_not_rounds() -> None:
     chance = np.random.default_rng(0)
     before = np.stack([np.full(40, 100), np.full(40, 50)], axis=1)
     steady, torn = before.copy(), before.copy()
@@ -135,9 +134,7 @@ def test_the_interval_is_that_of_conversations_not_of_rounds() -> None:
     assert compare(before, torn).gain.low < 0 < compare(before, torn).gain.high
 
 
-def test_conversations_are_walked_each_for_itself_and_sum_up_to_the_corpus(
-    tiny_target: Target, tiny_drafter: Drafter
-) -> None:
+def test_counts_of_conversations_sum_up_to_the_corpus(tiny_target: Target, tiny_drafter: Drafter) -> None:
     from eyas.evaluate.evaluate import estimate_corpus
 
     corpus = corpus_of(5)
@@ -172,7 +169,7 @@ def change_of(value: float, low: float, high: float) -> AcceptanceChange:
         ((0.1, 0.02, 0.2), (-0.03, -0.05, 0.01), False, "but forgets: -3.0% on 50 replayed ones"),
     ],
 )
-def test_a_drafter_is_kept_if_it_is_better_beyond_the_interval_and_forgets_little(
+def test_a_drafter_is_kept_if_its_interval_is_above_zero_and_it_forgets_little(
     traffic: tuple[float, float, float], replay: tuple[float, float, float] | None, *, kept: bool, said: str
 ) -> None:
     changes = {"traffic": change_of(*traffic)} | ({} if replay is None else {"replay": change_of(*replay)})
@@ -181,13 +178,13 @@ def test_a_drafter_is_kept_if_it_is_better_beyond_the_interval_and_forgets_littl
     assert said in verdict.text
 
 
-def test_the_loss_that_is_allowed_is_told_without_a_sign() -> None:
+def test_the_allowed_loss_is_printed_without_a_sign() -> None:
     changes = {"traffic": change_of(0.1, 0.02, 0.2), "replay": change_of(-0.03, -0.05, 0.01)}
     assert decide_adaptation(changes, max_loss=0.0).text.endswith("and a loss of 0.0% is the limit")
     assert decide_adaptation(changes, max_loss=0.02).text.endswith("and a loss of 2.0% is the limit")
 
 
-def test_the_recipe_of_an_adaptation_keeps_the_drafters_flags_and_is_an_ordinary_one(tmp_path: Path) -> None:
+def test_an_adaptation_recipe_keeps_the_drafters_flags_and_can_be_reloaded(tmp_path: Path) -> None:
     config = tiny.drafter_config(fc_norm=False, norm_output=False)
     settings = settings_of(tmp_path, overrides=["train.depths=3", "data.seed=4"], replay=["general.jsonl"])
     recipe = adaptation_recipe(settings, config, answered=2000, context=512, on_cpu=True)
@@ -197,7 +194,7 @@ def test_the_recipe_of_an_adaptation_keeps_the_drafters_flags_and_is_an_ordinary
     assert load_recipe(tmp_path / "recipe.toml") == recipe
 
 
-def test_a_step_on_a_cpu_is_no_longer_than_the_answers_need(tmp_path: Path) -> None:
+def test_packs_on_a_cpu_are_no_longer_than_the_answers(tmp_path: Path) -> None:
     for longest, length in ((None, 2048), (100, 512), (700, 700), (5000, 2048)):
         recipe = adaptation_recipe(
             settings_of(tmp_path), tiny.drafter_config(), answered=99, context=8192, on_cpu=True, longest=longest
@@ -205,7 +202,7 @@ def test_a_step_on_a_cpu_is_no_longer_than_the_answers_need(tmp_path: Path) -> N
         assert (recipe.data.max_length, recipe.data.pack_length) == (length, length)
 
 
-def test_enough_is_held_out_to_judge_by_and_too_little_is_refused(tmp_path: Path) -> None:
+def test_too_few_conversations_to_judge_by_are_refused(tmp_path: Path) -> None:
     config = tiny.drafter_config()
     recipe = adaptation_recipe(settings_of(tmp_path), config, answered=32, context=512, on_cpu=True)
     assert (recipe.data.held_out_share, recipe.data.held_out_least) == (0.1, 16)
@@ -213,7 +210,7 @@ def test_enough_is_held_out_to_judge_by_and_too_little_is_refused(tmp_path: Path
         adaptation_recipe(settings_of(tmp_path), config, answered=31, context=512, on_cpu=True)
 
 
-def test_records_that_cannot_be_read_are_refused_as_training_does_and_told_where_there_are_too_few(
+def test_bad_records_are_refused_or_named(
     tmp_path: Path,
 ) -> None:
     config, bad = tiny.drafter_config(), BadRecords(read=60)
@@ -245,14 +242,16 @@ def test_records_that_cannot_be_read_are_refused_as_training_does_and_told_where
         ),
     ],
 )
-def test_an_adaptation_that_nothing_could_judge_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_an_adaptation_without_held_out_conversations_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         adaptation_recipe(
             settings_of(tmp_path, **changes), tiny.drafter_config(), answered=50, context=512, on_cpu=True
         )
 
 
-def test_a_file_of_its_own_may_be_all_that_is_held_out(tmp_path: Path) -> None:
+def test_held_out_conversations_may_come_from_a_file_alone(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, overrides=["data.held_out=a.jsonl", "data.held_out_share=0"], replay_share=0.0)
     assert adaptation_recipe(settings, tiny.drafter_config(), answered=50, context=512, on_cpu=True).data.replay == ()
 

@@ -1,4 +1,4 @@
-"""A share of the conversations is rendered otherwise, by seed and number alone, and only where that is sound."""
+"""A share of the conversations is rendered in another way, by seed and index alone, and only if that is correct."""
 
 from collections import Counter
 
@@ -28,11 +28,11 @@ SYSTEM: Message = {"role": "system", "content": "Be bad."}
 def rendered(
     kind: str, tokenizer: PreTrainedTokenizerBase, stops: list[int], *messages: Message
 ) -> tuple[str, list[str], str | None]:
-    """The text, what is masked of it, and what was said to be done."""
+    """Rendered text, its masked parts, and the kind that was applied."""
     encoder = ChatEncoder(tokenizer, stops)
-    augmented = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0).encoder_for(0)
-    (encoded,) = augmented.encode(Conversation(messages=messages, where="f:1"))
-    return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), augmented.applied
+    augmenter = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0)
+    (encoded,), applied = augmenter.encode(Conversation(messages=messages, where="f:1"), 0)
+    return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), applied
 
 
 def with_template(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
@@ -46,62 +46,61 @@ ANSWERED = ["Hello, you<|im_end|>"]
 
 @each("before", [(), (SYSTEM,)])
 @each(("template", "left"), [(CHATML, TURNS), (DEFAULT_SYSTEM, TURNS), (WITH_BOS, "<s>" + TURNS)])
-def test_without_system_no_system_turn_is_left(template: str, left: str, before: tuple[Message, ...]) -> None:
+def test_no_system_removes_the_system_turn(template: str, left: str, before: tuple[Message, ...]) -> None:
     made = rendered("no_system", *with_template(template), *before, QUESTION, ANSWER)
     assert made == (left, ANSWERED, "no_system")
 
 
-def test_what_is_not_like_a_system_turn_is_left_and_counted() -> None:
+def test_a_prefix_unlike_a_system_turn_stays_and_is_counted() -> None:
     text, masked, outcome = rendered("no_system", *with_template(UNLIKE_A_SYSTEM_TURN), QUESTION, ANSWER)
     assert (text, masked, outcome) == ("A chat:\n" + TURNS, ANSWERED, "no_system impossible")
 
 
-def test_without_bos_only_the_bos_is_gone() -> None:
+def test_no_bos_removes_only_the_bos_token() -> None:
     default = "<|im_start|>system\nBe good.<|im_end|>\n"
     made = rendered("no_bos", *with_template(WITH_BOS), QUESTION, ANSWER)
     assert made == (default + TURNS, ANSWERED, "no_bos")
 
 
-def test_a_template_without_bos_is_left_and_counted() -> None:
+def test_a_template_without_bos_stays_and_is_counted() -> None:
     made = rendered("no_bos", *with_template(CHATML), QUESTION, ANSWER)
     assert made == (TURNS, ANSWERED, "no_bos impossible")
 
 
-def test_a_bos_that_opens_every_turn_is_left_and_counted() -> None:
+def test_a_bos_token_that_opens_every_turn_stays_and_is_counted() -> None:
     chosen = chat_tokenizer(CHATML, bos="<|im_start|>")
     made = rendered("no_bos", chosen, chosen.convert_tokens_to_ids(["<|im_end|>"]), QUESTION, ANSWER)
     assert made == (TURNS, ANSWERED, "no_bos impossible")
 
 
-def test_without_template_contents_are_lines_and_answers_are_masked() -> None:
+def test_no_template_writes_contents_as_lines() -> None:
     made = rendered("no_template", *with_template(WITH_BOS), SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER)
     assert made == ("Be bad.\nHi\nHello, you\nHi\nHello, you", ["Hello, you", "Hello, you"], "no_template")
 
 
 @each("before", [(), (SYSTEM,)])
-def test_a_varied_system_prompt_stands_instead(before: tuple[Message, ...]) -> None:
+def test_varied_system_replaces_the_system_prompt(before: tuple[Message, ...]) -> None:
     text, masked, outcome = rendered("varied_system", *with_template(DEFAULT_SYSTEM), *before, QUESTION, ANSWER)
     assert text in [f"<|im_start|>system\n{prompt}<|im_end|>\n{TURNS}" for prompt in SYSTEM_PROMPTS]
     assert (masked, outcome) == (ANSWERED, "varied_system")
 
 
-def test_a_template_that_refuses_system_prompts_is_given_none() -> None:
+def test_a_template_that_refuses_system_prompts_gets_none() -> None:
     made = rendered("varied_system", *with_template(REFUSES_SYSTEM), QUESTION, ANSWER)
     assert made == (TURNS, ANSWERED, "varied_system impossible")
 
 
-def test_tokens_that_were_said_behind_a_prompt_are_left_and_counted() -> None:
+def test_sampled_answers_keep_their_prompt_and_are_counted() -> None:
     chosen, stops = with_template(CHATML)
     said = Conversation(messages=(QUESTION, ANSWER), where="f:1", samples=(Sample(prompt_ids=(1,), answer_ids=(2,)),))
     for kind in ("no_system", "no_bos", "no_template", "varied_system"):
         encoder = ChatEncoder(chosen, stops)
-        augmented = Augmenter(encoder, chosen, Augmentation(**{kind: 1.0}), seed=0).encoder_for(0)
-        assert augmented.encode(said) == encoder.encode(said)
-        assert augmented.applied == f"{kind} impossible"
+        augmenter = Augmenter(encoder, chosen, Augmentation(**{kind: 1.0}), seed=0)
+        assert augmenter.encode(said, 0) == (encoder.encode(said), f"{kind} impossible")
 
 
 @pytest.mark.slow
-def test_shares_are_kept_counted_and_the_same_again() -> None:
+def test_shares_hold_are_counted_and_are_deterministic() -> None:
     chosen, stops = with_template(WITH_BOS)
     given = [Conversation(messages=(QUESTION, ANSWER), where="f:1")] * 1000
     wanted = Augmentation(no_system=0.1, no_bos=0.2, no_template=0.3, varied_system=0.1)
@@ -153,7 +152,7 @@ def test_bad_shares_are_refused(shares: dict[str, float], message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.default
 def test_the_default_targets_own_system_prompt_can_be_removed_and_replaced() -> None:
-    from eyas.target.tokenizer import load_tokenizer
+    from eyas.target.text import load_tokenizer
 
     tokenizer, stop_ids = load_tokenizer("smollm2")
     stops = sorted(stop_ids)

@@ -1,4 +1,4 @@
-"""What a disk remembers of the target teaches what the target would have taught."""
+"""Features from the cache train a drafter as the target itself does."""
 
 import json
 import logging
@@ -20,10 +20,9 @@ from each import each
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
-from eyas.train.batch import TrainingBatch
+from eyas.train.batch import CorpusPacks, TrainingBatch
 from eyas.train.corpus.corpus import Corpus, concatenate
-from eyas.train.corpus.packing import FitCounts
-from eyas.train.epochs import CorpusPacks
+from eyas.train.corpus.encoding import FitCounts
 from eyas.train.features import Features, FeatureSource, OpenSource
 from eyas.train.loss import LOSSES
 from eyas.train.recipe_file import read_recipe
@@ -37,7 +36,7 @@ from eyas.train.sources.cache import (
     from_fp8,
     to_fp8,
 )
-from eyas.train.sources.cache_writer import CacheSizes, CacheWriter, plan_shards
+from eyas.train.sources.cache_writer import CacheWriter, plan_shards
 from eyas.train.sources.live import LiveSource
 from train.test_loop import Diary, corpus_of, train_state_of
 
@@ -111,7 +110,7 @@ def batches_of(corpus: Corpus, *, padded: bool = False, first_document: int = 0)
 
 
 def distributions(features: Features, batch: TrainingBatch) -> Any:
-    return features.teachers(KEPT).distribution(batch.row_M)
+    return features.teachers(KEPT)(batch.row_M)
 
 
 def bucketed(logits_CW: Tensor, distribution: TopKDistribution) -> tuple[Tensor, Tensor]:
@@ -123,7 +122,7 @@ def bucketed(logits_CW: Tensor, distribution: TopKDistribution) -> tuple[Tensor,
 
 
 @each("loss", LOSSES)
-def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) -> None:
+def test_the_gradient_of_every_loss_treats_the_tail_as_one_token(loss: str) -> None:
     torch.manual_seed(0)
     logits_CW = (torch.randn(6, 20) * 2).requires_grad_()
     p_CW = (torch.randn(6, 20) * 2).softmax(dim=-1) * 0.9
@@ -133,7 +132,7 @@ def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) 
     log_q_CW = logits_CW.detach().log_softmax(dim=-1)
     value_C, gradient_CW = LOSSES[loss](log_q_CW, distribution.probabilities(log_q_CW))
     log_q, p = bucketed(logits_CW, distribution)
-    theirs_C = _by_autograd(loss, log_q, p)
+    theirs_C, _ = LOSSES[loss](log_q, p)
     theirs_C.sum().backward()
     assert logits_CW.grad is not None
     torch.testing.assert_close(gradient_CW, logits_CW.grad, rtol=1e-4, atol=1e-6)
@@ -141,20 +140,6 @@ def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) 
         assert bool((value_C > theirs_C).all())
     else:
         torch.testing.assert_close(value_C, theirs_C, rtol=1e-4, atol=1e-6)
-
-
-def _by_autograd(loss: str, log_q: Tensor, p: Tensor) -> Tensor:
-    normalised = p / p.sum(dim=-1, keepdim=True)
-    accepted = torch.minimum(p, log_q.exp()).sum(dim=-1)
-    losses = {
-        "cross_entropy": -(normalised * log_q).sum(dim=-1),
-        "kl": (normalised * (normalised.log() - log_q)).sum(dim=-1),
-        "total_variation": 1 - accepted,
-        "acceptance": -accepted.log(),
-    }
-    weight = (-3 * accepted.detach()).exp()
-    losses["lk_hybrid"] = weight * losses["kl"] + (1 - weight) * losses["total_variation"]
-    return losses[loss]
 
 
 def test_float8_keeps_a_sixteenth_of_every_number_even_beside_outliers() -> None:
@@ -172,7 +157,7 @@ def test_float8_keeps_a_sixteenth_of_every_number_even_beside_outliers() -> None
 
 @each("padded", [False, True])
 @each("dtype", ["bfloat16", "fp8"])
-def test_what_is_read_is_what_the_target_said(tiny_target: Target, tmp_path: Path, dtype: str, padded: bool) -> None:
+def test_cached_features_are_those_of_the_target(tiny_target: Target, tmp_path: Path, dtype: str, padded: bool) -> None:
     corpus = uneven_corpus()
     cache, live = cache_of(tiny_target, tmp_path, corpus, dtype=dtype, top_k=80), LiveSource(tiny_target, tiny.AUX_IDS)
     error = 2**-8 if dtype == "bfloat16" else 2**-4 + 2**-8
@@ -191,7 +176,7 @@ def test_what_is_read_is_what_the_target_said(tiny_target: Target, tmp_path: Pat
         assert torch.equal(mine.best_C, live_distribution.best_C)
 
 
-def test_the_remainder_is_the_mass_outside_the_likely_tokens(tiny_target: Target, tmp_path: Path) -> None:
+def test_rest_is_the_mass_outside_the_likely_tokens(tiny_target: Target, tmp_path: Path) -> None:
     corpus = uneven_corpus()
     cache, live = cache_of(tiny_target, tmp_path, corpus, top_k=4), LiveSource(tiny_target, tiny.AUX_IDS)
     batch = batches_of(corpus)[0]
@@ -220,7 +205,7 @@ def test_loss_and_gradient_are_close_to_those_of_the_target(
     batch = batches_of(corpus)[0]
     ours, our_gradients, _ = _learnt(tiny_target, cache, batch)
     theirs, their_gradients, _ = _learnt(tiny_target, LiveSource(tiny_target, tiny.AUX_IDS), batch)
-    if top_k == 80:  # of fewer, the loss is another one: the tail's own shape is not known
+    if top_k == 80:  # with fewer the loss differs, since the shape of the tail is unknown
         assert ours == pytest.approx(theirs, rel=most / 10)
     assert our_gradients.keys() == their_gradients.keys()
     a, b = (torch.cat([g.flatten() for g in gradients.values()]) for gradients in (our_gradients, their_gradients))
@@ -228,7 +213,7 @@ def test_loss_and_gradient_are_close_to_those_of_the_target(
 
 
 @pytest.mark.slow
-def test_the_size_is_known_before_anything_is_written(
+def test_the_size_is_predicted_before_writing(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="eyas")
@@ -238,18 +223,17 @@ def test_the_size_is_known_before_anything_is_written(
         folder = tmp_path / dtype
         monkeypatch.setattr(cache_writer, "SHARD_BYTES", 600_000)
         writer = writer_of(tiny_target, folder, corpus, dtype=dtype)
-        sizes = CacheSizes.of(writer.key, tiny.HIDDEN)
-        shards = plan_shards(corpus, sizes)
+        shards = plan_shards(corpus, writer.key, tiny.HIDDEN)
         assert len(shards) > 1
         writer.write()
         found = sum(path.stat().st_size for path in folder.iterdir())
-        assert sum(sizes.bytes_of(shard) for shard in shards) == pytest.approx(found, rel=0.02)
+        assert sum(shard.state_bytes + shard.teacher_bytes for shard in shards) == pytest.approx(found, rel=0.02)
         assert max(path.stat().st_size for path in folder.iterdir()) < 610_000
         assert "the cache needs" in caplog.messages[0]
         assert f"states of {corpus.tokens:,} tokens" in caplog.messages[0]
 
 
-def test_a_disk_that_would_not_hold_it_is_refused_before_the_target_runs(
+def test_a_disk_that_is_too_small_is_refused_before_the_target_runs(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = uneven_corpus()
@@ -259,8 +243,8 @@ def test_a_disk_that_would_not_hold_it_is_refused_before_the_target_runs(
         raise AssertionError
 
     writer = writer_of(tiny_target, folder, corpus, live=never)
-    sizes = CacheSizes.of(writer.key, tiny.HIDDEN)
-    needed = sum(sizes.bytes_of(shard) for shard in plan_shards(corpus, sizes))
+    shards = plan_shards(corpus, writer.key, tiny.HIDDEN)
+    needed = sum(shard.state_bytes + shard.teacher_bytes for shard in shards)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.04)))
     with pytest.raises(UserError, match=r"the cache needs .* are free in .*too little.*features\.folder"):
         writer.write()
@@ -271,7 +255,7 @@ def test_a_disk_that_would_not_hold_it_is_refused_before_the_target_runs(
 
 
 class Counting:
-    """A source that says how often it was asked, and may fail."""
+    """Source that records the documents requested of it, and may fail."""
 
     def __init__(self, source: FeatureSource, *, fails_at: int | None = None, error: Exception | None = None) -> None:
         self._source, self._fails_at, self._error = source, fails_at, error
@@ -288,7 +272,7 @@ class Counting:
 
 
 @pytest.mark.slow
-def test_interrupted_writing_goes_on_behind_the_finished_shards(
+def test_interrupted_writing_continues_after_the_finished_shards(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_writer, "SHARD_BYTES", 100_000)
@@ -315,7 +299,7 @@ def test_interrupted_writing_goes_on_behind_the_finished_shards(
         assert path.read_bytes() == (tmp_path / "cache" / path.name).read_bytes()
 
 
-def test_an_error_of_the_disk_is_a_line_and_loses_no_finished_shard(
+def test_a_disk_error_loses_no_finished_shard(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_writer, "SHARD_BYTES", 100_000)
@@ -365,7 +349,7 @@ def test_a_drafter_with_another_vocabulary_is_refused(tiny_target: Target, tmp_p
         features.teachers(torch.arange(1, 81))
 
 
-def test_held_out_documents_are_found_behind_the_others(tiny_target: Target, tmp_path: Path) -> None:
+def test_held_out_documents_are_numbered_after_the_others(tiny_target: Target, tmp_path: Path) -> None:
     corpus, held_out = uneven_corpus(20), uneven_corpus(6, seed=5)
     cache = cache_of(tiny_target, tmp_path, concatenate([corpus, held_out]))
     live = LiveSource(tiny_target, tiny.AUX_IDS)
@@ -375,7 +359,7 @@ def test_held_out_documents_are_found_behind_the_others(tiny_target: Target, tmp
 
 def recipe_of(output: Path, **features: object) -> Any:
     file = output.parent / "conversations.jsonl"
-    file.touch()  # what it holds is made up by `trained`
+    file.touch()  # `trained` replaces its contents
     return read_recipe(
         {
             "data": {"files": [str(file)], "pack_length": 100, "max_length": 100, "held_out_share": 0.1},
@@ -388,7 +372,7 @@ def recipe_of(output: Path, **features: object) -> Any:
 
 
 def opened_source(target: Target) -> OpenSource:
-    """What computes states."""
+    """Opens the live source."""
     return partial(LiveSource, target)
 
 
@@ -397,7 +381,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **opti
         return corpus_of(120), FitCounts(kept=120)
 
     monkeypatch.setattr("eyas.train.run_data.encode_corpus", encoded)
-    monkeypatch.setattr("eyas.train.run_data.fingerprint_tokenizer", lambda *_: "letters")  # it knows no vocabulary
+    monkeypatch.setattr("eyas.train.run_data.fingerprint_tokenizer", lambda *_: "letters")  # it has no vocabulary
     monkeypatch.setattr(Target, "stop_ids", lambda self: frozenset({1}))
     diary = Diary()
     return run(recipe, TargetParts.of(target), opened_source(target), observers=[diary], **options), diary
@@ -419,7 +403,7 @@ def test_a_run_from_the_cache_learns_what_a_live_one_does(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_the_cache_that_is_there(
+def test_a_resumed_run_reads_the_existing_cache(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path / "run", source="cache", folder=str(tmp_path / "cache"), top_k=16)
@@ -427,7 +411,7 @@ def test_a_resumed_run_reads_the_cache_that_is_there(
 
     def stop() -> bool:
         asked.append(True)
-        return len(asked) > 50  # some while the cache is written, the rest one a step
+        return len(asked) > 50  # some while the cache is written, the rest one per step
 
     stopped, first = trained(monkeypatch, tiny_target, recipe, stop=stop)
     assert (0 < stopped.step < 40, stopped.finished) == (True, False)
@@ -446,7 +430,7 @@ def test_writing_can_be_stopped(tiny_target: Target, tmp_path: Path) -> None:
         writer_of(tiny_target, tmp_path, uneven_corpus()).write(stop=lambda: True)
 
 
-def test_joined_documents_need_the_target_itself(tiny_target: Target, tmp_path: Path) -> None:
+def test_joined_documents_cannot_be_cached(tiny_target: Target, tmp_path: Path) -> None:
     tables = recipe_of(tmp_path, source="cache", folder="x").resolved()
     tables["data"] |= {"join_share": 0.5, "join_length": 2048, "pack_length": 4096}
     with pytest.raises(UserError, match=r"data\.join_share is 0\.5.*features\.source"):
@@ -457,7 +441,7 @@ def test_joined_documents_need_the_target_itself(tiny_target: Target, tmp_path: 
         cache_of(tiny_target, tmp_path, corpus)(batch)
 
 
-def test_drafters_side_by_side_must_share_their_vocabulary(
+def test_drafters_with_one_cache_must_share_their_vocabulary(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = recipe_of(tmp_path / "run", source="cache", folder=str(tmp_path / "cache")).resolved()

@@ -1,5 +1,7 @@
-"""An epoch holds every document once, in an order of its own."""
+"""Packs of a corpus lose nothing and cross no border; long conversations are cut at turns or dropped, and counted."""
 
+import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 
 from each import each
+from eyas.data.chat_encoder import Encoded
 from eyas.errors import UserError
 from eyas.train.corpus import corpus as corpus_module
-from eyas.train.corpus.corpus import Corpus, concatenate, pack_arrays, packs, split
+from eyas.train.corpus.corpus import Corpus, concatenate, pack, pack_arrays, packs, split
+from eyas.train.corpus.encoding import FitCounts, fit
 
 
 def corpus_of(lengths: Iterable[int]) -> Corpus:
@@ -24,7 +28,7 @@ def random_corpus(documents: int, longest: int = 1000) -> Corpus:
     return corpus_of(np.random.default_rng(0).integers(2, longest, size=documents, endpoint=True).tolist())
 
 
-def test_a_split_parts_the_documents() -> None:
+def test_a_split_divides_the_documents() -> None:
     corpus = random_corpus(50)
     rest, held = split(corpus, 0.1, seed=3)
     assert (len(rest), len(held)) == (45, 5)
@@ -52,7 +56,7 @@ def test_conversations_of_two_corpora_stay_apart() -> None:
 
 
 @each("share", [0.001, 0.999])
-def test_a_split_leaves_a_document_on_either_side(share: float) -> None:
+def test_both_sides_of_a_split_have_a_document(share: float) -> None:
     assert {len(side) for side in split(random_corpus(3), share, seed=0)} == {1, 2}
 
 
@@ -102,7 +106,13 @@ def test_joined_documents_are_long_enough_and_make_up_their_share(share: float) 
 
 @each(
     ("share", "length", "named"),
-    [(1.5, 4096, "join_share"), (-0.1, 4096, "join_share"), (0.5, 100, "100"), (1, 9, "9")],
+    [
+        (1.5, 4096, "join_share"),
+        (-0.1, 4096, "join_share"),
+        (0.5, 100, "100"),
+        (1, 9, "9"),
+        (0.1, 8192, "8192 is not between 2048 and the pack's 4096"),
+    ],
 )
 def test_joining_that_cannot_be_done_is_refused(share: float, length: int, named: str) -> None:
     with pytest.raises(UserError, match=named):
@@ -117,11 +127,6 @@ def test_a_document_longer_than_joined_ones_may_be_stays_alone() -> None:
     assert any(len(document) == 5 for document in documents)
 
 
-def test_joining_beyond_the_pack_is_refused() -> None:
-    with pytest.raises(UserError, match="8192 is not between 2048 and the pack's 4096"):
-        packs(random_corpus(5), length=4096, seed=0, epoch=0, join_share=0.1, join_length=8192)
-
-
 def test_arrays_of_a_pack_restart_at_every_document_and_end_in_padding() -> None:
     corpus = corpus_of([3, 2, 4])
     made = pack_arrays(corpus, ((2,), (0, 1)), 11)
@@ -132,20 +137,17 @@ def test_arrays_of_a_pack_restart_at_every_document_and_end_in_padding() -> None
     assert (made.ids.dtype, made.mask.dtype, made.position.dtype) == (np.int64, np.bool_, np.int64)
 
 
-def test_a_full_pack_has_no_padding_document() -> None:
+def test_a_full_pack_has_no_padding_document_and_a_longer_one_is_refused() -> None:
     assert pack_arrays(corpus_of([3, 2]), ((0,), (1,)), 5).starts.tolist() == [0, 3, 5]
-
-
-def test_a_pack_beyond_its_length_is_refused() -> None:
     with pytest.raises(UserError, match="5 tokens does not fit 4"):
         pack_arrays(corpus_of([3, 2]), ((0,), (1,)), 4)
 
 
 def test_arrays_of_packs_hold_the_tokens_of_their_documents() -> None:
     corpus = random_corpus(60)
-    for pack in packs(corpus, length=4096, seed=0, epoch=0, join_share=0.5, join_length=4096):
-        made = pack_arrays(corpus, pack, 4096)
-        members = [corpus.take([i]) for i in chain.from_iterable(pack)]
+    for documents in packs(corpus, length=4096, seed=0, epoch=0, join_share=0.5, join_length=4096):
+        made = pack_arrays(corpus, documents, 4096)
+        members = [corpus.take([i]) for i in chain.from_iterable(documents)]
         used = sum(len(document.ids) for document in members)
         assert np.array_equal(made.ids[:used], np.concatenate([document.ids for document in members]))
         assert np.array_equal(made.mask[:used], np.concatenate([document.mask for document in members]))
@@ -153,3 +155,79 @@ def test_arrays_of_packs_hold_the_tokens_of_their_documents() -> None:
         assert not made.mask[used:].any()
         assert (made.starts[0], made.starts[-1]) == (0, 4096)
         assert np.array_equal(np.flatnonzero(made.position == 0), made.starts[:-1])
+
+
+def row_of(*lengths: int) -> Encoded:
+    """Row of user and assistant turns with these numbers of tokens."""
+    mask = tuple(bool(turn % 2) for turn, length in enumerate(lengths) for _ in range(length))
+    return Encoded(ids=tuple(range(len(mask))), mask=mask)
+
+
+LONG = (3, 4, 2, 3, 9, 9)
+
+
+@each(
+    ("what", "rows", "max_length", "left", "counted"),
+    [
+        ("a row that fits is kept", [row_of(5, 5)], 10, [10], FitCounts(kept=1)),
+        ("whole turns are cut from the end", [row_of(*LONG)], 12, [12], FitCounts(kept=1, cut=1)),
+        ("never half a turn", [row_of(*LONG)], 11, [7], FitCounts(kept=1, cut=1)),
+        ("a row whose first answer is too long", [row_of(3, 4, 1, 1)], 6, [], FitCounts(too_long=1)),
+        ("a row without an answer", [row_of(3)], 6, [], FitCounts(unanswered=1)),
+        ("each row by itself", [row_of(3, 4), row_of(9, 3), row_of(21, 9)], 12, [7, 12], FitCounts(kept=1, cut=1)),
+    ],
+)
+def test_long_rows_are_cut_at_turns_or_dropped_and_counted(
+    what: str, rows: list[Encoded], max_length: int, left: list[int], counted: FitCounts
+) -> None:
+    counts = FitCounts()
+    assert [len(row.ids) for row in fit(rows, max_length=max_length, counts=counts)] == left, what
+    assert counts == counted, what
+
+
+def random_sizes(count: int, longest: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randint(1, longest) for _ in range(count)]
+
+
+@each("open_packs", [1, 4, 64])
+def test_every_document_is_in_exactly_one_pack_and_no_pack_is_too_full(
+    open_packs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "OPEN_PACKS", open_packs)
+    sizes = random_sizes(300, 50)
+    packs = list(pack(sizes, length=64))
+    assert sorted(document for p in packs for document in p) == list(range(300))
+    assert all(0 < sum(sizes[document] for document in p) <= 64 for p in packs)
+
+
+def test_a_document_goes_where_it_leaves_least_room() -> None:
+    assert list(pack([6, 8, 2, 4, 1], length=10)) == [(0, 3), (1, 2), (4,)]
+
+
+def test_more_open_packs_waste_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(open_packs: int) -> int:
+        monkeypatch.setattr(corpus_module, "OPEN_PACKS", open_packs)
+        return len(list(pack(sizes, length=64)))
+
+    sizes = random_sizes(500, 20)
+    few, many = (packed(n) for n in (1, 64))
+    assert many < few
+    assert sum(sizes) / (64 * many) > 0.95
+
+
+def test_packing_is_deterministic() -> None:
+    assert list(pack(random_sizes(50, 20), length=32)) == list(pack(random_sizes(50, 20), length=32))
+
+
+def test_a_document_longer_than_the_pack_and_a_pack_too_short_are_refused() -> None:
+    with pytest.raises(UserError, match="40 tokens does not fit a pack of 32"):
+        list(pack([40], length=32))
+    with pytest.raises(UserError, match="2 tokens"):
+        list(pack([], length=2))
+
+
+def test_counts_of_several_readers_add_up() -> None:
+    counts = FitCounts(kept=1, cut=1, augmented=Counter(no_system=1))
+    counts += FitCounts(kept=2, too_long=3, unanswered=4, augmented=Counter(no_system=1, no_bos=2))
+    assert counts == FitCounts(kept=3, cut=1, too_long=3, unanswered=4, augmented=Counter(no_system=2, no_bos=2))

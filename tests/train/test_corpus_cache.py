@@ -1,4 +1,4 @@
-"""Tokenising happens once, and never for something else."""
+"""Conversations are encoded once per input."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from eyas.errors import UserError
-from eyas.train.corpus.cache import load_or_encode
 from eyas.train.corpus.corpus import Corpus
-from eyas.train.corpus.packing import FitCounts
+from eyas.train.corpus.encoding import FitCounts
+from eyas.train.run_data import load_or_encode
 
 
 class Encoder:
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -28,7 +28,7 @@ class Encoder:
         return corpus, FitCounts(kept=2, cut=1)
 
 
-def test_what_was_encoded_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_an_encoded_corpus_is_read_back_unchanged(tmp_path: Path) -> None:
     file, place, encode = tmp_path / "a.jsonl", tmp_path / "out" / "train.safetensors", Encoder()
     file.write_text("one")
     first, counts = load_or_encode(place, [file], {"seed": 0}, encode)
@@ -57,7 +57,7 @@ def test_a_missing_file_of_conversations_is_named(tmp_path: Path) -> None:
         load_or_encode(tmp_path / "x.safetensors", [tmp_path / "none.jsonl"], {}, Encoder())
 
 
-def test_counts_of_augmented_and_bad_records_come_back_as_they_were(tmp_path: Path) -> None:
+def test_counts_are_read_back_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("one")
     corpus, counts = Encoder()()
     counts.augmented["no_bos"] = 3

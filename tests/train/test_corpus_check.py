@@ -1,4 +1,4 @@
-"""A check says of a corpus what training makes of it."""
+"""A check describes what training makes of a corpus."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ import numpy as np
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.train.corpus.check import check_corpus
 from eyas.train.corpus.encoding import EncodingSettings, encode_corpus
-from eyas.train.corpus.plot import plot_check
 from eyas.train.corpus.vocabulary import choose_vocabulary
+from eyas.train.plots import plot_check
 
 
 def conversation(question: str, answer: str, **more: object) -> dict[str, object]:
@@ -36,7 +36,7 @@ def check(folder: Path, **options: Any) -> dict[str, Any]:
     return json.loads(json.dumps(record))  # type: ignore[no-any-return]
 
 
-def test_the_figures_are_those_of_training(tmp_path: Path) -> None:
+def test_a_check_counts_what_training_counts(tmp_path: Path) -> None:
     record = check(tmp_path)
     encoded, counts = encode_corpus(*(lambda file, settings: ([file], settings))(*corpus(tmp_path)))
     assert (record["rows"], record["tokens"]) == (len(encoded), encoded.tokens)
@@ -75,14 +75,14 @@ def test_duplicates_authors_and_evaluation_prompts_are_counted(tmp_path: Path) -
     assert record["overlap"]["conversations"]["exact"] == 2
 
 
-def test_what_training_would_refuse_is_said_and_all_is_drawn(tmp_path: Path) -> None:
+def test_a_check_reports_refusals_and_is_plotted(tmp_path: Path) -> None:
     record = check(tmp_path, max_bad_share=0.0)
     assert "1 of 35 records are bad" in record["refused"]
     plot_check(record, tmp_path / "check.png")
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_corpus_without_anything_to_train_on_is_checked_too(tmp_path: Path) -> None:
+def test_a_corpus_without_answers_can_be_checked(tmp_path: Path) -> None:
     file, settings = corpus(tmp_path)
     file.write_text('{"prompt": "Say nothing"}\n')
     record = check_corpus([file], settings, max_bad_share=0.05)

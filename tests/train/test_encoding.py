@@ -1,4 +1,4 @@
-"""A corpus is the same however many processes make it; what is bad in the files is skipped, counted and limited."""
+"""A corpus does not depend on the number of processes; bad records are skipped, counted and limited."""
 
 import json
 from collections.abc import Iterable
@@ -19,11 +19,11 @@ from eyas.train.corpus.corpus import Corpus
 from eyas.train.corpus.encoding import (
     EncodingProgress,
     EncodingSettings,
+    FitCounts,
     encode_conversations,
     encode_corpus,
     fingerprint_tokenizer,
 )
-from eyas.train.corpus.packing import FitCounts
 from eyas.train.recipe import Augmentation
 
 STOPS = ("</s>", "<|im_end|>")
@@ -35,7 +35,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record(i: int) -> dict[str, Any]:
-    """Of different lengths; each says its number."""
+    """Conversation whose answer repeats its number."""
     answer = {"role": "assistant", "content": f"{i} " * (1 + i % 7)}
     return {"messages": [{"role": "user", "content": f"Say {i}"}, answer]}
 
@@ -50,7 +50,7 @@ def encode(given: Iterable[Conversation], max_length: int = 200) -> tuple[Corpus
 
 
 def target(folder: Path, template: str = CHATML) -> str:
-    """A folder that holds the tokenizer of a target."""
+    """Folder with the tokenizer of a target."""
     chosen = chat_tokenizer(template)
     chosen.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -65,7 +65,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
+def test_a_corpus_has_the_rows_of_the_encoder_in_order() -> None:
     given = conversations(20)
     corpus, counts = encode(given)
     chosen = chat_tokenizer(CHATML)
@@ -80,7 +80,7 @@ def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_depends_on_the_number_of_processes(tmp_path: Path) -> None:
+def test_the_corpus_does_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     rows = [*(record(i) for i in range(40)), {"prompt": "?"}, "{\n", {"messages": [{"role": "x", "content": "y"}]}]
     file, source = write(tmp_path / "a.jsonl", *rows), target(tmp_path / "target")
     settings = EncodingSettings(
@@ -102,7 +102,7 @@ def test_nothing_depends_on_the_number_of_processes(tmp_path: Path) -> None:
     assert np.array_equal(alone.ids, plain.ids)
 
 
-def test_what_the_template_refuses_is_a_bad_record(tmp_path: Path) -> None:
+def test_a_conversation_that_the_template_refuses_is_a_bad_record(tmp_path: Path) -> None:
     picky = "{% if '7' in messages[0]['content'] %}{{ raise_exception('no such order') }}{% endif %}" + CHATML
     file, source = write(tmp_path / "a.jsonl", *(record(i) for i in range(40))), target(tmp_path / "target", picky)
     settings = EncodingSettings(source=source, max_length=200)
@@ -116,7 +116,7 @@ def test_what_the_template_refuses_is_a_bad_record(tmp_path: Path) -> None:
         encode_conversations(conversations(40), chat_tokenizer(picky), [], max_length=200)
 
 
-def test_progress_is_told_at_once_and_reaches_the_end(tmp_path: Path) -> None:
+def test_progress_starts_at_zero_and_reaches_the_end(tmp_path: Path) -> None:
     file, source = write(tmp_path / "a.jsonl", *(record(i) for i in range(40))), target(tmp_path / "target")
     told: list[EncodingProgress] = []
     encode_corpus([file], EncodingSettings(source=source, max_length=200), on_progress=told.append)
@@ -151,14 +151,14 @@ def test_no_files_are_refused() -> None:
         encode_corpus([], EncodingSettings(source="smollm2", max_length=100))
 
 
-def test_the_key_tells_tokenizers_templates_and_stop_tokens_apart() -> None:
+def test_the_fingerprint_depends_on_tokenizer_template_and_stop_tokens() -> None:
     chosen, other = chat_tokenizer(CHATML), chat_tokenizer(CHATML.replace("\n", " "))
     keys = {fingerprint_tokenizer(chosen, [1]), fingerprint_tokenizer(chosen, [2]), fingerprint_tokenizer(other, [1])}
     assert len(keys) == 3
     assert fingerprint_tokenizer(chat_tokenizer(CHATML), [1]) in keys
 
 
-def test_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
+def test_files_are_read_in_order(tmp_path: Path) -> None:
     files = [write(tmp_path / "a.jsonl", record(1)), write(tmp_path / "b.jsonl", record(2))]
     corpus, counts = encode_corpus(files, EncodingSettings(source=target(tmp_path / "target"), max_length=100))
     assert (counts.kept, counts.bad.read) == (2, 2)

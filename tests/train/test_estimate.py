@@ -1,15 +1,13 @@
-"""The estimate walks rounds as decoding does: on the target's own greedy text the two are equal, round by round."""
+"""The estimate walks rounds as decoding does: on the target's own greedy text both are equal, round by round."""
 
-import numpy as np
-import pytest
 import torch
 
 import tiny
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
-from eyas.train.estimate import RoundCounts, expect_rounds, walk_rounds
-from eyas.train.forward_loss import forward_loss
-from eyas.train.loss import LOSSES
+from eyas.train.estimate import RoundCounts, walk_rounds
+from eyas.train.loss import LOSSES, forward_loss
 from eyas.train.sources.live import LiveSource
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, decode_plainly, decode_speculatively
@@ -20,25 +18,27 @@ DEPTHS, NEW = 4, 40
 
 
 def walk(mask: list[int], *hits: str) -> RoundCounts:
-    """One document; a line of hits per depth, a character per teacher row."""
+    """Walk one document; hits are a line per depth with a character per teacher row."""
     batch = batch_of([len(mask)], mask=mask)
     return walk_rounds(batch, torch.tensor([[c == "x" for c in line] for line in hits]))
 
 
-def test_the_next_round_starts_behind_the_first_miss() -> None:
-    # Row 0 at depth 0 and row 1 at depth 1 hit; the next round is behind the token the target gave, at row 3, and
-    # misses at once; then row 4 hits, and nothing is left to draft behind it but row 5, which misses.
-    counts = walk([0, 1, 1, 1, 1, 1, 1, 1], "x...x.", ".x....")
-    assert counts == RoundCounts(rounds=3, accepted_at=(2, 1))
-    assert counts.acceptance_length == 2.0
-
-
-def test_a_hit_behind_a_miss_counts_for_nothing() -> None:
-    assert walk([0, 1, 1, 1], "..", "xx") == RoundCounts(rounds=2, accepted_at=(0, 0))
-
-
-def test_rounds_stay_within_an_answer() -> None:
-    assert walk([0, 1, 1, 1, 0, 1, 1, 1], "xxxx", "xxxx") == RoundCounts(rounds=2, accepted_at=(2, 2))
+@each(
+    ("mask", "hits", "rounds", "accepted_at"),
+    [
+        # Row 0 at depth 0 and row 1 at depth 1 hit. The next round starts after the token that the target gave, at row
+        # 3, and misses at once; then row 4 hits, and only row 5 is left to draft, which misses.
+        ([0, 1, 1, 1, 1, 1, 1, 1], ("x...x.", ".x...."), 3, (2, 1)),
+        ([0, 1, 1, 1], ("..", "xx"), 2, (0, 0)),  # a hit after a miss does not count
+        ([0, 1, 1, 1, 0, 1, 1, 1], ("xxxx", "xxxx"), 2, (2, 2)),  # rounds stay within an answer
+    ],
+)
+def test_the_next_round_starts_after_the_first_miss(
+    mask: list[int], hits: tuple[str, ...], rounds: int, accepted_at: tuple[int, ...]
+) -> None:
+    counts = walk(mask, *hits)
+    assert counts == RoundCounts(rounds=rounds, accepted_at=accepted_at)
+    assert counts.acceptance_length == 1 + sum(accepted_at) / rounds
 
 
 def test_counts_add_up() -> None:
@@ -46,35 +46,9 @@ def test_counts_add_up() -> None:
     assert one + two == RoundCounts(rounds=3, accepted_at=(3, 1))
 
 
-MASK = [0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1]
-
-
-def test_where_every_draft_is_certain_expected_rounds_are_those_walked() -> None:
-    batch = batch_of([len(MASK)], mask=MASK)
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        hit_SM = torch.rand(3, len(batch.row_M), generator=generator) < 0.6
-        expected, walked = expect_rounds(batch, hit_SM.float()), walk_rounds(batch, hit_SM)
-        assert expected.rounds_A.sum() == walked.rounds
-        assert tuple(expected.accepted_AS.sum(axis=0)) == walked.accepted_at
-        assert expected.acceptance_length == pytest.approx(walked.acceptance_length)
-        assert expected.rounds_A.shape == (3,)
-
-
-def test_expected_rounds_are_the_mean_of_rounds_that_are_tossed() -> None:
-    batch = batch_of([len(MASK)], mask=MASK)
-    generator = torch.Generator().manual_seed(0)
-    chance_SM = torch.rand(3, len(batch.row_M), generator=generator)
-    tossed = [walk_rounds(batch, torch.rand(chance_SM.shape, generator=generator) < chance_SM) for _ in range(4000)]
-    expected = expect_rounds(batch, chance_SM)
-    assert expected.rounds_A.sum() == pytest.approx(np.mean([t.rounds for t in tossed]), rel=0.02)
-    assert expected.accepted_AS.sum(axis=0) == pytest.approx(np.mean([t.accepted_at for t in tossed], axis=0), rel=0.05)
-
-
 def test_a_batch_that_teaches_nothing_has_no_rounds() -> None:
     batch = batch_of([4], mask=[0] * 4)
     assert walk_rounds(batch, torch.zeros(2, 0, dtype=torch.bool)).rounds == 0
-    assert expect_rounds(batch, torch.zeros(2, 0)).acceptance_length == 1.0
 
 
 def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Target, tiny_drafter: Drafter) -> None:
@@ -83,9 +57,9 @@ def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Targe
     kept = tiny_drafter.vocab().target_ids_W
     estimated = RoundCounts(rounds=0, accepted_at=(0,) * DEPTHS)
     rounds = []
-    # Prompts of plain noise, where the trained drafter misses often.
+    # Random prompts, on which the trained drafter misses often.
     for prompt in torch.randint(tiny.VOCAB, (12, 8), generator=torch.Generator().manual_seed(5)).tolist():
-        # Decoding may overshoot what was asked for; let the text go on as far as its last round did.
+        # Decoding may overshoot the requested length; the text ends where its last round does.
         asked = decode_speculatively(
             target, decoder, prompt, shape=Chain(depth=DEPTHS), draws=SeededDraws(0), max_new_tokens=NEW
         )

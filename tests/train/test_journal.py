@@ -1,19 +1,22 @@
-"""What a run writes down tells one story, whatever happened while it was written."""
+"""Log, record, plots and trackers of a run agree with what happened, whatever interrupts it."""
 
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from each import each
 from eyas.errors import UserError
+from eyas.train import journal as journal_module
 from eyas.train.estimate import RoundCounts
 from eyas.train.journal import Journal, read_log, write_record, write_text
 from eyas.train.loop import DrafterMetrics, TrainMetrics
-from eyas.train.plot import plot_run
+from eyas.train.plots import plot_run
+from eyas.train.recipe import TrackerName
 from eyas.train.schedule import RunLength
 
 PNG = b"\x89PNG\r\n"
@@ -50,7 +53,7 @@ def steps_of(log: Path) -> list[int]:
     return sorted({line["step"] for line in read_log(log)})
 
 
-def test_a_line_for_every_drafter_and_report(tmp_path: Path) -> None:
+def test_the_log_has_a_line_per_drafter_and_report(tmp_path: Path) -> None:
     log = written(tmp_path / "deep" / "run", [1], "old", "new")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["drafter"] for line in lines] == ["old", "new", "old", "new"]
@@ -73,7 +76,7 @@ def test_a_line_for_every_drafter_and_report(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_taken_up_again_drops_what_lies_behind_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_log_lines_after_its_checkpoint(tmp_path: Path) -> None:
     log = written(tmp_path, [1, 2, 3, 4])
     Journal(tmp_path, from_step=2).progressed(metrics_at(3))
     assert steps_of(log) == [1, 2, 3]
@@ -83,7 +86,7 @@ def test_a_run_taken_up_again_drops_what_lies_behind_its_checkpoint(tmp_path: Pa
 
 
 @each("torn", ['{"drafter": "drafter", "st', "{", '{"drafter": "a", "step": 3}\n{"dra'])
-def test_a_torn_last_line_is_dropped_and_never_written_behind(tmp_path: Path, torn: str) -> None:
+def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     log = written(tmp_path, [1, 2])
     with log.open("a") as file:
         file.write(torn)
@@ -92,11 +95,11 @@ def test_a_torn_last_line_is_dropped_and_never_written_behind(tmp_path: Path, to
     assert all(json.loads(line) for line in log.read_text().splitlines())
 
 
-def test_no_log_has_no_lines(tmp_path: Path) -> None:
+def test_a_missing_log_has_no_lines(tmp_path: Path) -> None:
     assert read_log(tmp_path / "log.jsonl") == []
 
 
-def test_the_record_says_with_what_it_was_made(tmp_path: Path) -> None:
+def test_the_record_has_the_versions(tmp_path: Path) -> None:
     write_record(tmp_path, {"step": 4, "recipe": {"train": {"lr": 1e-3}}})
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["step"] == 4
@@ -109,7 +112,7 @@ def no_room(*_: object, **__: object) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_leaves_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = written(tmp_path, [1, 2])
     before = log.read_text()
     with monkeypatch.context() as full:
@@ -124,21 +127,80 @@ def test_a_full_disk_leaves_the_file_that_is_there(tmp_path: Path, monkeypatch: 
         journal.progressed(metrics_at(2))
 
 
-def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*recipe\.toml: .*another destination"):
         write_text(tmp_path / "file" / "recipe.toml", "text")
 
 
 @each(("steps", "names"), [((), ()), ((1, 2, 3), ("only",)), ((1, 2), ("old", "new"))])
-def test_a_run_is_drawn(tmp_path: Path, steps: tuple[int, ...], names: tuple[str, ...]) -> None:
+def test_a_run_is_plotted(tmp_path: Path, steps: tuple[int, ...], names: tuple[str, ...]) -> None:
     plot_run(written(tmp_path, steps, *names), tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(PNG)
 
 
-def test_a_run_is_drawn_at_any_depth_and_without_estimates(tmp_path: Path) -> None:
+def test_a_run_is_plotted_at_any_depth_and_without_estimates(tmp_path: Path) -> None:
     Journal(tmp_path, from_step=0).progressed(metrics_at(1, depths=64))
     plot_run(tmp_path / "log.jsonl", tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(PNG)
     with pytest.raises(UserError, match=r"cannot write .*nowhere/training\.png: No such file"):
         plot_run(tmp_path / "log.jsonl", tmp_path / "nowhere" / "training.png")
+
+
+Number = tuple[int, str, float]
+
+
+class Library:
+    """Both interfaces of trackers; records its calls."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, Any] = {}
+        self.numbers: list[Number] = []
+
+    def SummaryWriter(self, folder: str) -> SimpleNamespace:
+        self.started = {"name": folder}
+        return SimpleNamespace(
+            add_scalar=lambda name, value, step: self.numbers.append((step, name, value)), flush=lambda: None
+        )
+
+    def init(self, **settings: Any) -> None:
+        self.started = settings
+
+    def log(self, numbers: dict[str, float], *, step: int) -> None:
+        self.numbers += [(step, name, value) for name, value in numbers.items()]
+
+
+@each("name", get_args(TrackerName))
+def test_every_metric_reaches_the_tracker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, asked = Library(), []
+    monkeypatch.setattr(journal_module, "import_module", lambda module: asked.append(module) or library)
+    tracker = journal_module.open_tracker(name, Path("runs/first"), {"train": {"lr": 1}})
+    tracker.progressed(metrics_at(3, "old", "new"))
+    tracker.estimated(4, counts_of("old"))
+    tracker.saved(4, Path("x"))
+    assert asked == ["torch.utils.tensorboard" if name == "tensorboard" else name]
+    assert {number[:2] for number in library.numbers} == {
+        (3, "tokens_per_second"),
+        (3, "lr_share"),
+        *(
+            (3, f"{own}/{what}")
+            for own in ("old", "new")
+            for what in ("loss", "gradient_norm", "accuracy_1", "accuracy_2")
+        ),
+        (4, "old/acceptance_length"),
+    }
+    assert (4, "old/acceptance_length", 1.7) in library.numbers
+    if name == "tensorboard":
+        assert library.started == {"name": "runs/first/tensorboard"}
+    else:
+        assert library.started == {"project": "eyas", "name": "first", "config": {"train": {"lr": 1}}}
+
+
+@each("name", get_args(TrackerName))
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> None:
+        raise ModuleNotFoundError(module)
+
+    monkeypatch.setattr(journal_module, "import_module", missing)
+    with pytest.raises(UserError, match=rf"names {name}, which is not installed; `pip install 'eyas\[{name}\]'`"):
+        journal_module.open_tracker(name, Path("runs/first"), {})

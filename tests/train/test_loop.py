@@ -1,4 +1,4 @@
-"""A run can be stopped, taken up and shared between processes without changing what is learnt."""
+"""A run can be stopped, resumed and shared between processes without changing the result."""
 
 import json
 import logging
@@ -20,9 +20,8 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
 from eyas.train import resume
-from eyas.train.batch import TrainingBatch
+from eyas.train.batch import CorpusPacks, TrainingBatch
 from eyas.train.corpus.corpus import Corpus
-from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import Features
 from eyas.train.init import config_for, init_drafter
@@ -39,7 +38,7 @@ STEPS = 6
 
 
 class Diary:
-    """Writes down what the loop says."""
+    """Records what the loop reports."""
 
     def __init__(self) -> None:
         self.reports: list[TrainMetrics] = []
@@ -131,13 +130,13 @@ def test_checkpoints_are_drafters_and_the_newest_two_stay(tiny_target: Target, t
     assert torch.equal(drafter.fc.weight, state.drafter.fc.weight)
 
 
-def test_another_run_is_not_taken_up(tiny_target: Target, tmp_path: Path) -> None:
+def test_the_checkpoint_of_another_run_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     run(tiny_target, loop_config_of(tmp_path, length=RunLength(steps=2)))
     with pytest.raises(Exception, match=r"had seed = 0 and now it is 1.*output.folder"):
         run(tiny_target, loop_config_of(tmp_path, length=RunLength(steps=3), same={"seed": 1}))
 
 
-def test_drafters_side_by_side_learn_what_they_learn_alone(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_drafter_learns_the_same_beside_another(tiny_target: Target, tmp_path: Path) -> None:
     alone, _ = run(tiny_target, loop_config_of(tmp_path / "alone"))
     diary = Diary()
     both = [train_state_of(tiny_target), train_state_of(tiny_target, "eagle3", fc_norm=False)]
@@ -148,7 +147,7 @@ def test_drafters_side_by_side_learn_what_they_learn_alone(tiny_target: Target, 
 
 
 class PoisonedSource:
-    """A target that says nonsense at the fourth batch."""
+    """Source that returns NaN for the fourth batch."""
 
     def __init__(self, source: LiveSource) -> None:
         self._source, self._bad, self._seen = source, torch.empty(0), 0
@@ -163,9 +162,7 @@ class PoisonedSource:
         return features
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_names_step_and_sample(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_pack(tiny_target: Target, tmp_path: Path) -> None:
     source = PoisonedSource(LiveSource(tiny_target, tiny.AUX_IDS))
     state, diary = train_state_of(tiny_target), Diary()
     with pytest.raises(DivergedError, match=r"step 2, in pack \d of epoch 1 \(conversations \d+.*train\.lr"):
@@ -190,7 +187,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 
 class Ticks:
-    """A clock that goes on by a second whenever it is read."""
+    """Clock that advances a second whenever it is read."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -231,7 +228,7 @@ def test_a_run_of_minutes_follows_the_clock(tiny_target: Target, tmp_path: Path,
 
 
 @each("compiled", [False, True])
-def test_minutes_that_are_not_reached_change_no_learning_rate(
+def test_a_time_limit_that_is_not_reached_changes_no_learning_rate(
     tiny_target: Target, tmp_path: Path, *, compiled: bool
 ) -> None:
     def shares(length: RunLength) -> list[float]:
@@ -239,7 +236,7 @@ def test_minutes_that_are_not_reached_change_no_learning_rate(
         plan = loop_config_of(folder, length=length, compiled=compiled)
         source, packs = LiveSource(tiny_target, tiny.AUX_IDS), packs_of(corpus_of(24))
         asked = iter([False, False, True])
-        for _ in range(2):  # stopped behind the third step, and taken up
+        for _ in range(2):  # stopped after the third step, and resumed
             states = [train_state_of(tiny_target)]
             train(states, packs, [], source, plan, observer=diary, clock=Ticks(), stop=lambda: next(asked, False))
         return [report.lr_share for report in diary.reports]
@@ -249,14 +246,14 @@ def test_minutes_that_are_not_reached_change_no_learning_rate(
     assert shares(RunLength(steps=STEPS, minutes=3.0)) == by_steps
 
 
-def test_compiling_does_not_count_as_training_and_is_said(
+def test_compiling_does_not_count_as_training(
     tiny_target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="eyas")
     clock, diary, told = Ticks(), Diary(), []
 
     class Slow:
-        """A target that compiles for an hour when it is first asked."""
+        """Source whose first batch takes an hour."""
 
         def __init__(self) -> None:
             self._source = LiveSource(tiny_target, tiny.AUX_IDS)
@@ -286,7 +283,7 @@ def test_compiling_does_not_count_as_training_and_is_said(
     assert caplog.messages[1].startswith("compiled: the first step took 36")
 
 
-def test_a_first_step_that_takes_long_is_not_silent(
+def test_a_slow_first_step_is_logged(
     tiny_target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="eyas")
@@ -294,25 +291,25 @@ def test_a_first_step_that_takes_long_is_not_silent(
     source = LiveSource(tiny_target, tiny.AUX_IDS)
 
     def slow(batch: TrainingBatch) -> Features:
-        for _ in range(200):  # until it was said, on a busy machine too
-            if any("under way" in message for message in caplog.messages):
+        for _ in range(200):  # until it is logged, on a busy machine too
+            if any("has been running" in message for message in caplog.messages):
                 break
             time.sleep(0.05)
         return source(batch)
 
     states, packs = [train_state_of(tiny_target)], packs_of(corpus_of(24))
     train(states, packs, [], slow, loop_config_of(tmp_path, length=RunLength(steps=1)), observer=Diary())
-    assert caplog.messages[0] == "the first step is under way for 0 s"
+    assert caplog.messages[0] == "the first step has been running for 0 s"
 
 
-def test_the_first_step_is_reported_and_promises_nothing(tiny_target: Target, tmp_path: Path) -> None:
+def test_the_first_report_has_no_time_left(tiny_target: Target, tmp_path: Path) -> None:
     diary, _ = run(tiny_target, loop_config_of(tmp_path, log_every=4))
     assert [report.step for report in diary.reports] == [1, 4, 6]
     assert [report.seconds_left is None for report in diary.reports] == [True, False, False]
 
 
 def test_a_tiny_drafter_learns_far_above_chance(tiny_target: Target, tmp_path: Path) -> None:
-    """From the target's text to a drafter that is mostly right, in seconds; chance is one in ninety-six."""
+    """Train on the target's text until the drafter is mostly right; chance is 1 in 96."""
     state, diary = train_state_of(tiny_target), Diary()
     source = LiveSource(tiny_target, tiny.AUX_IDS)
     held_out = packs_of(corpus_of(16, seed=9)).epoch(0)

@@ -1,4 +1,4 @@
-"""Whoever learns beside a server keeps to a share of the device, whatever the pieces of work are like."""
+"""Training keeps to its share of the device, whatever the pieces of work are."""
 
 from itertools import pairwise
 from random import Random
@@ -11,15 +11,22 @@ import tiny
 from each import each
 from eyas.errors import UserError
 from eyas.target.model import Target
-from eyas.train.pace import LONGEST_PIECE, SHORTEST_PIECE, Pace, threads_of
+from eyas.train.pace import (
+    LONGEST_PIECE,
+    SHORTEST_PIECE,
+    Pace,
+    PacedSource,
+    PacedSources,
+    rests_between_modules,
+    threads_of,
+)
 from eyas.train.schedule import RunLength
 from eyas.train.sources.live import LiveSource
-from eyas.train.sources.paced import PacedSource, PacedSources, rests_between_modules
 from train.test_loop import Diary, corpus_of, loop_config_of, packs_of, train_state_of
 
 
 class Time:
-    """A clock that moves when somebody works or sleeps, and who worked when."""
+    """Clock that moves with work and sleep, and records the work."""
 
     def __init__(self) -> None:
         self.now, self.work, self.slept = 100.0, list[tuple[float, float]](), list[float]()
@@ -40,7 +47,7 @@ class Time:
 
 
 @each("share", [0.05, 0.1, 0.5, 0.9])
-def test_in_any_window_work_takes_its_share_and_part_of_a_piece_at_most(share: float) -> None:
+def test_work_in_any_window_is_bounded_by_the_share(share: float) -> None:
     time, draw = Time(), Random(7)
     pace = Pace(share, clock=time, sleep=time.sleep)
     pieces = [draw.choice([0.004, 0.03, 0.2, 1.5]) * draw.random() for _ in range(400)]
@@ -56,14 +63,14 @@ def test_in_any_window_work_takes_its_share_and_part_of_a_piece_at_most(share: f
     assert pace.seconds_worked() == pytest.approx(sum(pieces))
 
 
-def test_a_clock_that_jumps_is_no_work_and_earns_none() -> None:
+def test_a_jump_of_the_clock_is_neither_work_nor_rest() -> None:
     time = Time()
     pace = Pace(0.5, clock=time, sleep=time.sleep)
     time.works(1.0)
-    time.now += 3600  # stopped in the middle of a piece
+    time.now += 3600  # suspended in the middle of a piece
     pace.rest()
     assert sum(time.slept) == pytest.approx(LONGEST_PIECE)
-    time.now += 3600  # asleep for longer than was asked
+    time.now += 3600  # slept longer than requested
     time.works(0.0)
     time.slept.clear()
     pace.rest()
@@ -73,7 +80,7 @@ def test_a_clock_that_jumps_is_no_work_and_earns_none() -> None:
     assert sum(time.slept) - before == pytest.approx(2.0), "what was slept too much is not made up for"
 
 
-def test_work_includes_what_the_device_was_given_and_has_not_done() -> None:
+def test_work_includes_queued_work_of_the_device() -> None:
     time = Time()
     pace = Pace(0.25, clock=time, sleep=time.sleep, synchronize=lambda: time.works(2.0))
     time.works(0.02)
@@ -81,7 +88,7 @@ def test_work_includes_what_the_device_was_given_and_has_not_done() -> None:
     assert sum(time.slept) == pytest.approx(3 * 2.02)
 
 
-def test_what_was_done_before_there_was_a_pace_has_its_rest_too() -> None:
+def test_earlier_work_is_followed_by_its_rest() -> None:
     time = Time()
     pace = Pace(0.25, before=3.0, clock=time, sleep=time.sleep)
     time.works(1.0)
@@ -90,7 +97,7 @@ def test_what_was_done_before_there_was_a_pace_has_its_rest_too() -> None:
     assert pace.taken == pytest.approx(0.25)
 
 
-def test_the_clock_of_work_stands_still_in_a_rest() -> None:
+def test_the_work_clock_stops_during_a_rest() -> None:
     time, told = Time(), list[float]()
 
     def sleep(seconds: float) -> None:
@@ -104,7 +111,7 @@ def test_the_clock_of_work_stands_still_in_a_rest() -> None:
     assert set(told) == {1.0}
 
 
-def test_a_run_that_is_to_stop_does_not_wait_for_the_end_of_its_rest() -> None:
+def test_a_stopping_run_cuts_its_rest_short() -> None:
     time = Time()
     pace = Pace(0.01, clock=time, sleep=time.sleep, hurry=lambda: len(time.slept) >= 2)
     time.works(1.0)
@@ -113,7 +120,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_the_end_of_its_rest() -> None:
     assert sum(time.slept) < 1
 
 
-def test_the_whole_device_has_no_rests_and_a_clock_like_any_other() -> None:
+def test_a_share_of_one_has_no_rests() -> None:
     time = Time()
     pace = Pace(1.0, clock=time, sleep=time.sleep, synchronize=lambda: pytest.fail("nobody waits"))
     time.works(500.0)
@@ -123,19 +130,19 @@ def test_the_whole_device_has_no_rests_and_a_clock_like_any_other() -> None:
 
 
 @each("share", [0.0, -0.1, 1.01])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
+def test_an_invalid_share_is_refused(share: float) -> None:
     with pytest.raises(UserError, match=rf"the share of the device is {share:g}, and must be above 0 and at most 1"):
         Pace(share)
 
 
-def test_threads_are_a_share_of_the_processors_and_one_at_least() -> None:
+def test_threads_are_a_share_and_at_least_one() -> None:
     assert [threads_of(0.1, most) for most in (1, 2, 16, 64)] == [1, 1, 1, 6]
     assert threads_of(0.5, 2) == 1
     assert threads_of(1.0, 2) == 2
 
 
 @pytest.mark.slow
-def test_training_at_a_pace_learns_the_same_in_the_same_minutes_of_work(
+def test_paced_training_learns_the_same_in_the_same_work_time(
     tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     from eyas.train.loop import train

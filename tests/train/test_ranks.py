@@ -1,4 +1,4 @@
-"""Processes that train together wait for each other as long as it takes, and agree on what one of them says."""
+"""Processes wait for each other without a time limit, and share numbers."""
 
 import os
 import socket
@@ -56,7 +56,7 @@ def test_a_barrier_outlasts_the_timeout_of_the_group() -> None:
     assert [out.strip() for out, _ in said] == ["0.25 [3] True"] * 2
 
 
-def test_a_process_alone_waits_for_nobody() -> None:
+def test_a_single_process_does_not_wait() -> None:
     ranks = Ranks()
     ranks.barrier()
     ranks.leave()

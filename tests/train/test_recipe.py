@@ -1,5 +1,6 @@
-"""A recipe that exists is consistent; what is wrong with one is said with its key, its value and what is allowed."""
+"""A recipe that exists is consistent; errors name the key, its value and what is allowed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ TWO_TOML = LEAST_TOML + "[drafters.old]\nfc_norm = false\nnorm_output = false\n[
 
 
 def with_value(key: str, value: object) -> dict[str, Any]:
-    """The least recipe with one value set."""
+    """Minimal recipe with one value set."""
     tables: dict[str, Any] = {name: dict(table) for name, table in LEAST.items()}
     *path, last = key.split(".")
     table = tables
@@ -34,7 +35,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_files_and_a_folder_are_enough(tmp_path: Path) -> None:
+def test_a_minimal_recipe_has_files_and_a_folder(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST_TOML))
     assert recipe == Recipe(data=DataSettings(files=("a.jsonl",)), output=OutputSettings(folder="runs/a"))
     assert recipe.train == TrainSettings()
@@ -42,9 +43,29 @@ def test_files_and_a_folder_are_enough(tmp_path: Path) -> None:
 
 
 @each(("table", "key"), [("data", "files"), ("output", "folder")])
-def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
+def test_a_required_key_is_named(table: str, key: str) -> None:
     with pytest.raises(UserError, match=rf"does not say {table}\.{key}; add {key} to \[{table}\]"):
         read_recipe({name: value for name, value in LEAST.items() if name != table})
+
+
+@each(
+    ("keys", "value", "message"),
+    [
+        ("features.top_k drafter.layers drafter.intermediate_size train.depths train.steps", 0, "at least 1"),
+        ("train.packs_per_step train.chunk train.log_every train.eval_packs", 0, "at least 1"),
+        ("data.join_share data.seed train.noise train.head_lr_scale train.weight_decay", -1, "at least 0"),
+        ("train.final_lr train.eval_every train.save_every", -1, "at least 0"),
+        ("train.gamma train.first_weight train.lr train.eps train.epochs", 0, "greater than 0"),
+        ("data.held_out_share train.warmup", 1, "less than 1"),
+        ("data.augment.no_bos train.decay", 2, "at most 1"),
+        ("data.workers", 5000, "at most 1024"),
+        ("data.max_length", 2, "at least 3"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_its_limit(keys: str, value: int, message: str) -> None:
+    for key in keys.split():
+        with pytest.raises(UserError, match=rf"{re.escape(key)} is {value}; it must be {message}"):
+            read_recipe(with_value(key, value))
 
 
 @each(
@@ -56,32 +77,21 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("target.chat_template", "", r"target\.chat_template is empty"),
         ("data.files", [], r"data\.files is empty"),
         ("data.files", [""], r"data\.files\[0\] is empty"),
-        ("data.held_out_share", 1.0, r"data\.held_out_share is 1\.0; it must be below 1"),
-        ("data.max_length", 2, r"data\.max_length is 2; it must be at least 3"),
         ("data.max_length", 5000, r"max_length 5000 exceeds data\.pack_length 4096"),
         ("data.join_length", 5000, r"join_length 5000 exceeds data\.pack_length 4096"),
         ("data.join_share", 0.5, r"needs a data\.join_length of at least 2048, not 0"),
-        ("data.join_share", -1, r"data\.join_share is -1; it must be at least 0"),
-        ("data.seed", -1, r"data\.seed is -1"),
-        ("data.workers", 5000, r"data\.workers is 5000; it must be at most 1024"),
-        ("data.augment.no_bos", 1.5, r"data\.augment\.no_bos is 1\.5"),
-        ("features.source", "disk", r"features\.source is 'disk'; it must be one of live, served, cache"),
+        ("features.source", "disk", r"features\.source is 'disk'; it must be 'live', 'served' or 'cache'"),
         ("features.source", "cache", r"no features\.folder"),
-        ("features.top_k", 0, r"features\.top_k is 0"),
-        ("features.dtype", "fp16", r"features\.dtype is 'fp16'; it must be one of bfloat16, fp8"),
-        ("drafter.layers", 0, r"drafter\.layers is 0"),
+        ("features.dtype", "fp16", r"features\.dtype is 'fp16'; it must be 'bfloat16' or 'fp8'"),
         (
             "drafter.draft_vocab_size",
             0,
             r"drafter\.draft_vocab_size is 0; it must be a whole number from 1, .auto. or .none.",
         ),
         ("drafter.draft_vocab_size", "all", r"drafter\.draft_vocab_size is .all.; it must be a whole number from 1"),
-        ("drafter.intermediate_size", -1, r"drafter\.intermediate_size is -1"),
         ("drafter.aux_layer_ids", [], r"drafter\.aux_layer_ids is \[\]"),
         ("drafter.aux_layer_ids", [5, 2], r"drafter\.aux_layer_ids is \[5, 2\]; it must be a list of ascending"),
         ("drafter.init_from", "", r"drafter\.init_from is empty"),
-        ("train.depths", 0, r"train\.depths is 0; it must be at least 1"),
-        ("train.gamma", 0.0, r"train\.gamma is 0\.0; it must be above 0"),
         ("train.loss", "cross-entropy", r"train\.loss is 'cross-entropy'; did you mean 'cross_entropy'\?"),
         (
             "train.loss",
@@ -97,30 +107,13 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("train.loss", {"kl": float("nan")}, r"the weight of kl must be a number"),
         ("train.loss", {}, r"train\.loss is \{\}; it must be one of"),
         ("train.loss", ["kl"], r"train\.loss is \['kl'\]; it must be one of"),
-        ("train.noise", -0.1, r"train\.noise is -0\.1; it must be at least 0"),
-        ("train.first_weight", 0, r"train\.first_weight is 0; it must be above 0"),
         ("drafters.a.loss", {"kl": -1}, r"drafters\.a\.loss is \{'kl': -1\}; the weight of kl"),
-        ("train.lr", 0, r"train\.lr is 0; it must be above 0"),
         ("train.lr", float("nan"), r"train\.lr is nan; it must be a finite number"),
-        ("train.head_lr_scale", -0.1, r"train\.head_lr_scale is -0\.1"),
-        ("train.betas", [0.9, 1.0], r"train\.betas\[1\] is 1\.0; it must be below 1"),
-        ("train.eps", 0, r"train\.eps is 0; it must be above 0"),
-        ("train.weight_decay", -1, r"train\.weight_decay is -1; it must be at least 0"),
+        ("train.betas", [0.9, 1.0], r"train\.betas\[1\] is 1\.0; it must be less than 1"),
         ("train.clip", float("inf"), r"train\.clip is inf; it must be a finite number"),
-        ("train.schedule", "linear", r"train\.schedule is 'linear'; it must be one of cosine, wsd"),
-        ("train.warmup", 1, r"train\.warmup is 1; it must be below 1"),
-        ("train.decay", 2, r"train\.decay is 2; it must be at most 1"),
-        ("train.final_lr", -1, r"train\.final_lr is -1; it must be at least 0"),
-        ("train.steps", 0, r"train\.steps is 0"),
-        ("train.minutes", 0, r"train\.minutes is 0; it must be above 0 or \"none\""),
-        ("train.epochs", 0, r"train\.epochs is 0; it must be above 0"),
-        ("train.packs_per_step", 0, r"train\.packs_per_step is 0"),
+        ("train.schedule", "linear", r"train\.schedule is 'linear'; it must be 'cosine' or 'wsd'"),
+        ("train.minutes", 0, r"train\.minutes is 0; it must be greater than 0 or \"none\""),
         ("train.precision", "float16", r"train\.precision is 'float16'; did you mean 'bfloat16'\?"),
-        ("train.chunk", 0, r"train\.chunk is 0"),
-        ("train.log_every", 0, r"train\.log_every is 0"),
-        ("train.eval_every", -1, r"train\.eval_every is -1"),
-        ("train.eval_packs", 0, r"train\.eval_packs is 0"),
-        ("train.save_every", -1, r"train\.save_every is -1"),
         ("output.trackers", ["tensorbord"], r"output\.trackers\[0\] is 'tensorbord'; did you mean 'tensorboard'\?"),
         ("output.trackers", ["wandb", "wandb"], "each tracker once"),
     ],
@@ -130,7 +123,7 @@ def test_a_value_out_of_range_is_refused(key: str, value: object, message: str) 
         read_recipe(with_value(key, value))
 
 
-def test_one_key_says_how_long_a_run_is(tmp_path: Path) -> None:
+def test_one_key_sets_the_length_of_a_run(tmp_path: Path) -> None:
     def lengths(*overrides: str, **train: object) -> tuple[object, ...]:
         keys = "".join(f"{key} = {value}\n" for key, value in train.items())
         settings = load_recipe(written(tmp_path, f"{LEAST_TOML}[train]\n{keys}"), overrides).train
@@ -142,7 +135,7 @@ def test_one_key_says_how_long_a_run_is(tmp_path: Path) -> None:
     assert lengths(steps='"none"', epochs=3) == (None, None, 3.0)
     with pytest.raises(UserError, match=r"train\.steps 5 and train\.minutes 2, but only one of them.*\"none\""):
         lengths(steps=5, minutes=2)
-    # The command line says it instead of the file.
+    # The command line overrides the file.
     assert lengths("train.minutes=30", steps=5) == (None, 30, None)
     assert lengths("train.steps=none", steps=5) == (None, None, 1.0)
     with pytest.raises(UserError, match="only one of them"):
@@ -158,27 +151,27 @@ def test_warmup_and_decay_share_the_steps() -> None:
 @each(
     ("key", "value", "message"),
     [
-        ("train.lr", "fast", r"train\.lr is 'fast'; it must be a number"),
-        ("train.lr", True, r"train\.lr is True; it must be a number"),
-        ("train.depths", 5.0, r"train\.depths is 5\.0; it must be a whole number"),
-        ("train.depths", True, r"train\.depths is True; it must be a whole number"),
-        ("train.compile", 1, r"train\.compile is 1; it must be true or false"),
-        ("train.steps", "many", r"train\.steps is 'many'; it must be a whole number or \"none\""),
+        ("train.lr", "fast", r"train\.lr is 'fast'; it must be a valid number"),
+        ("train.lr", True, r"train\.lr is True; it must be a valid number"),
+        ("train.depths", 5.0, r"train\.depths is 5\.0; it must be a valid integer"),
+        ("train.depths", True, r"train\.depths is True; it must be a valid integer"),
+        ("train.compile", 1, r"train\.compile is 1; it must be a valid boolean"),
+        ("train.steps", "many", r"train\.steps is 'many'; it must be a valid integer or \"none\""),
         ("train.betas", [0.9], r"train\.betas is \[0\.9\]; it must be a list of 2 numbers"),
         ("train.betas", [0.9] * 3, r"train\.betas is \[0\.9, 0\.9, 0\.9\]; it must be a list of 2 numbers"),
-        ("train.betas", [0.9, "x"], r"train\.betas\[1\] is 'x'; it must be a number"),
+        ("train.betas", [0.9, "x"], r"train\.betas\[1\] is 'x'; it must be a valid number"),
         ("target.chat_template_kwargs", 5, r"target\.chat_template_kwargs is 5; it must be a table"),
-        ("target.raw", 1, r"target\.raw is 1; it must be true or false"),
+        ("target.raw", 1, r"target\.raw is 1; it must be a valid boolean"),
         ("data.files", "a.jsonl", r"data\.files is 'a\.jsonl'; it must be a list"),
-        ("data.files", [1], r"data\.files\[0\] is 1; it must be text"),
+        ("data.files", [1], r"data\.files\[0\] is 1; it must be a valid string"),
         ("data.augment", 0.1, r"data\.augment is 0\.1; it must be a table"),
         ("data.augment.no_bos", "all", r"data\.augment\.no_bos is 'all'"),
-        ("drafter.aux_layer_ids", [1.5], r"aux_layer_ids\[0\] is 1\.5; it must be a whole number$"),
-        ("output.folder", 3, r"output\.folder is 3; it must be text"),
+        ("drafter.aux_layer_ids", [1.5], r"aux_layer_ids\[0\] is 1\.5; it must be a valid integer$"),
+        ("output.folder", 3, r"output\.folder is 3; it must be a valid string"),
         ("train", 5, r"train is 5; it must be a table: write \[train\]"),
         ("drafters", 5, r"drafters is 5; .* \[drafters\.NAME\]"),
         ("drafters.a", 5, r"drafters\.a is 5; .* \[drafters\.a\]"),
-        ("drafters.a.lr", "fast", r"drafters\.a\.lr is 'fast'; it must be a number"),
+        ("drafters.a.lr", "fast", r"drafters\.a\.lr is 'fast'; it must be a valid number"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(key: str, value: object, message: str) -> None:
@@ -208,7 +201,7 @@ def test_an_unknown_key_is_refused_with_its_table_and_the_nearest(key: str, mess
 
 
 @each("name", ["a b", "../x", "", "-x", "a.b"])
-def test_a_drafter_needs_a_name_that_can_be_a_folder(name: str) -> None:
+def test_a_drafters_name_must_be_a_folder_name(name: str) -> None:
     with pytest.raises(UserError, match="cannot be called"):
         read_recipe({**LEAST, "drafters": {name: {}}})
 
@@ -258,7 +251,7 @@ def test_overrides_reach_nested_tables_and_drafters_and_the_last_one_counts(tmp_
         ("train.lrr=1", r"\[train\] has no key 'lrr'; did you mean 'lr'\?"),
         ("trian.lr=1", r"no key 'trian'; did you mean 'train'\?"),
         ("data.files.x=1", r"data\.files is a value and not a table"),
-        ("train.lr=quick", r"train\.lr is 'quick'; it must be a number"),
+        ("train.lr=quick", r"train\.lr is 'quick'; it must be a valid number"),
         ("drafters.knew.lr=1", r"\[drafters\] of the recipe has no key 'knew'; did you mean 'new'\?"),
     ],
 )
@@ -267,7 +260,7 @@ def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) 
         load_recipe(written(tmp_path, TWO_TOML), [override])
 
 
-def test_an_override_does_not_invent_a_drafter(tmp_path: Path) -> None:
+def test_an_override_does_not_add_a_drafter(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no \[drafters\.a\]"):
         load_recipe(written(tmp_path, LEAST_TOML), ["drafters.a.lr=1e-3"])
 
@@ -277,7 +270,7 @@ def test_without_named_drafters_there_is_one() -> None:
     assert (only.name, only.drafter, only.train) == ("drafter", DrafterSettings(), TrainSettings())
 
 
-def test_named_drafters_differ_in_what_they_say_and_share_the_rest(tmp_path: Path) -> None:
+def test_named_drafters_override_shared_settings(tmp_path: Path) -> None:
     shared = "[drafter]\ndraft_vocab_size = 100\n[drafters.whole]\ndraft_vocab_size = 'none'\n"
     old, new, whole = load_recipe(written(tmp_path, TWO_TOML + shared)).drafter_recipes()
     assert (old.name, new.name, whole.name) == ("old", "new", "whole")
@@ -317,7 +310,7 @@ def test_a_printed_recipe_reads_back_the_same(tmp_path: Path, tables: dict[str, 
     assert to_toml(load_recipe(written(tmp_path, text))) == text
 
 
-def test_plain_text_has_no_template() -> None:
+def test_raw_text_has_no_template() -> None:
     with pytest.raises(UserError, match=r"target\.raw and target\.chat_template are two ways"):
         read_recipe({**LEAST, "target": {"raw": True, "chat_template": "chat.jinja"}})
 

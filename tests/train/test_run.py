@@ -1,4 +1,4 @@
-"""From a recipe and a folder of conversations to drafters on disk; stopped, broken and taken up again on the way."""
+"""Runs from a recipe to drafters on disk, with stops, faults and resumption."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ Tables = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A small target with a tokenizer, loaded by its folder as users do."""
+    """Small target with a tokenizer, loaded from its folder."""
     folder = tmp_path_factory.mktemp("models") / "target"
     torch.manual_seed(0)
     LlamaForCausalLM(tiny.target_config(vocab_size=260)).save_pretrained(folder)
@@ -49,7 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture
 def tables(target: Target, tmp_path: Path) -> Tables:
-    """A recipe that runs in a second."""
+    """Recipe that runs in a second."""
     return {
         "target": {"source": target.facts.source},
         "data": {"files": [conversations(tmp_path)], "workers": 1, "pack_length": 160, "max_length": 120},
@@ -82,12 +82,12 @@ def folder_of(tables: Tables) -> Path:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Every file of a run byte for byte, but the encoded text, which is made anew when it does not fit."""
+    """Contents of every file of a run, except the encoded text."""
     files = [path for path in folder.rglob("*") if path.is_file() and "encoded" not in path.parts]
     return {path: path.read_bytes() for path in files}
 
 
-def test_two_drafters_side_by_side_come_out_as_servers_load_them(
+def test_two_drafters_side_by_side_are_saved_as_servers_load_them(
     tables: Tables, target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="eyas")
@@ -124,9 +124,7 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(
     assert {line["step"] for line in read_log(folder / "log.jsonl") if "held_out" in line} == {2, 4}
 
 
-def test_variants_side_by_side_start_where_and_learn_how_each_says(
-    tables: Tables, target: Target, tmp_path: Path
-) -> None:
+def test_variants_side_by_side_use_their_own_settings(tables: Tables, target: Target, tmp_path: Path) -> None:
     start = ran(tables, target).drafters["drafter"]
     tables["output"] = {"folder": str(tmp_path / "variants")}
     warm = {"init_from": str(start), "lr": 1e-6}
@@ -147,15 +145,13 @@ def test_variants_side_by_side_start_where_and_learn_how_each_says(
     assert [name for name, own in moved.items() if name != "warm" and torch.equal(own, moved["warm"])] == []
 
 
-def test_a_run_taken_up_again_ends_where_an_uninterrupted_one_does(
-    tables: Tables, target: Target, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(tables: Tables, target: Target, tmp_path: Path) -> None:
     ran(tables, target)
     tables["output"]["folder"] = str(tmp_path / "parts")
     stopped = ran(tables, target, stop=stop_after(3))
     assert (stopped.step, stopped.drafters) == (3, {})
     assert not (tmp_path / "parts" / "drafter").exists()
-    # What does not change what is learnt may change.
+    # Settings that do not change the result may change.
     tables["train"] |= {"log_every": 2, "save_every": 1}
     assert ran(tables, target, resuming=True).step == STEPS
     whole, parts = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("run", "parts"))
@@ -167,7 +163,7 @@ def test_a_run_taken_up_again_ends_where_an_uninterrupted_one_does(
     assert steps == [1, 2, 3, 4]
 
 
-def test_a_finished_run_taken_up_again_loses_nothing(
+def test_resuming_a_finished_run_changes_nothing(
     tables: Tables, target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="eyas")
@@ -187,7 +183,7 @@ def test_a_finished_run_taken_up_again_loses_nothing(
 def test_a_run_may_become_longer(
     tables: Tables, target: Target, stopped_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The learning rate goes on where the new schedule has it; what was learnt stays."""
+    """The learning rate continues on the new schedule."""
     caplog.set_level(logging.INFO, logger="eyas")
     ran(tables, target, stop=stop_after(stopped_at))
     tables["train"]["steps"] = 8
@@ -214,7 +210,7 @@ def test_a_run_does_not_become_shorter_than_it_is(tables: Tables, target: Target
     assert contents(folder_of(tables)) == before
 
 
-def test_minutes_say_how_long_a_run_is_also_over_interruptions(tables: Tables, target: Target) -> None:
+def test_minutes_are_counted_across_interruptions(tables: Tables, target: Target) -> None:
     del tables["train"]["steps"]
     tables["train"]["minutes"] = 0.03
     stopped = ran(tables, target, stop=stop_after(1))
@@ -228,14 +224,14 @@ def test_minutes_say_how_long_a_run_is_also_over_interruptions(tables: Tables, t
     assert record["training_seconds"] >= 1.8
     assert record["first_step_seconds"] > 0
     assert 0.02 < record["last"]["lr_share"] < 1, "on its way down where the last step began"
-    # Minutes may become more, or steps may say it from here on.
+    # Steps may replace minutes.
     del tables["train"]["minutes"]
     tables["train"]["steps"] = outcome.step + 2
     assert ran(tables, target, resuming=True).step == outcome.step + 2
 
 
 class Lengths:
-    """Acceptance lengths as a test would have them."""
+    """Estimates with given acceptance lengths."""
 
     def __init__(self, *lengths: float) -> None:
         self._lengths = iter(lengths)
@@ -253,7 +249,7 @@ def test_the_best_drafter_is_kept_beside_the_last(
     ran(tables, target, stop=stop_after(3))
     folder = folder_of(tables)
     second = load_file(folder / "checkpoints" / "step-000002" / "drafter" / "model.safetensors")
-    monkeypatch.setattr("eyas.train.loop.estimate", Lengths(1.6))  # better than before it was stopped, not than ever
+    monkeypatch.setattr("eyas.train.loop.estimate", Lengths(1.6))  # better than before the stop, but not the best
     ran(tables, target, resuming=True)
     best = folder / "best" / "drafter"
     assert check(str(best), target=target.facts).findings == ()
@@ -266,7 +262,7 @@ def test_the_best_drafter_is_kept_beside_the_last(
     assert not torch.equal(last["fc.weight"], kept["fc.weight"])
 
 
-def test_a_folder_that_holds_something_is_not_written_over(tables: Tables, target: Target) -> None:
+def test_an_existing_run_is_not_overwritten(tables: Tables, target: Target) -> None:
     folder = folder_of(tables)
     with pytest.raises(UserError, match=r"no checkpoint in .*run/checkpoints to go on from; leave out --resume"):
         ran(tables, target, resuming=True)
@@ -292,9 +288,7 @@ def test_a_folder_that_holds_something_is_not_written_over(tables: Tables, targe
         ({"drafters": {"old": {}, "new": {}}}, r"had drafters\.old = None and now it is \{\}"),
     ],
 )
-def test_a_changed_recipe_is_not_taken_up_and_nothing_is_touched(
-    tables: Tables, target: Target, changes: Tables, message: str
-) -> None:
+def test_a_changed_recipe_is_not_resumed(tables: Tables, target: Target, changes: Tables, message: str) -> None:
     ran(tables, target, stop=stop_after(1))
     before = contents(folder_of(tables))
     for table, values in changes.items():
@@ -304,7 +298,7 @@ def test_a_changed_recipe_is_not_taken_up_and_nothing_is_touched(
     assert contents(folder_of(tables)) == before
 
 
-def test_a_drafter_that_is_gone_and_other_data_are_not_taken_up(tables: Tables, target: Target, tmp_path: Path) -> None:
+def test_a_missing_drafter_and_other_data_are_not_resumed(tables: Tables, target: Target, tmp_path: Path) -> None:
     tables["drafters"] = {"old": {}, "new": {}}
     ran(tables, target, stop=stop_after(1))
     with pytest.raises(UserError, match=r"had drafters\.new = \{\} and now it is None"):
@@ -314,7 +308,7 @@ def test_a_drafter_that_is_gone_and_other_data_are_not_taken_up(tables: Tables, 
         ran(tables, target, resuming=True)
 
 
-def test_nothing_need_be_held_out(tables: Tables, target: Target) -> None:
+def test_a_run_without_held_out_text(tables: Tables, target: Target) -> None:
     tables["data"]["held_out_share"] = 0.0
     assert ran(tables, target).step == STEPS
     record = json.loads((folder_of(tables) / "record.json").read_text())
@@ -322,7 +316,7 @@ def test_nothing_need_be_held_out(tables: Tables, target: Target) -> None:
     assert not (folder_of(tables) / "best").exists()
 
 
-def test_held_out_conversations_may_have_a_file_of_their_own(tables: Tables, target: Target, tmp_path: Path) -> None:
+def test_held_out_conversations_may_come_from_a_file(tables: Tables, target: Target, tmp_path: Path) -> None:
     (tmp_path / "apart").mkdir()
     tables["data"]["held_out"] = conversations(tmp_path / "apart", lambda i: f"apart {i}")
     ran(tables, target)
@@ -331,9 +325,7 @@ def test_held_out_conversations_may_have_a_file_of_their_own(tables: Tables, tar
     assert record["held_out"]["drafter"]["rounds"] > 0
 
 
-def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
-    tables: Tables, target: Target, tmp_path: Path
-) -> None:
+def test_unusable_data_are_refused_before_writing(tables: Tables, target: Target, tmp_path: Path) -> None:
     def refused(message: str, **changes: dict[str, Any]) -> None:
         with pytest.raises(UserError, match=message):
             ran({name: {**table, **changes.get(name, {})} for name, table in tables.items()}, target)
@@ -349,11 +341,11 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
     refused(r"empty\.jsonl holds no conversations", data={"files": [str(tmp_path / "empty.jsonl")]})
     refused(r"cannot read .*absent\.jsonl", data={"files": [str(tmp_path / "absent.jsonl")]})
     conversations(tmp_path, lambda i: "!")
-    # The closing token of this template is no stop token of the target: an answer is its text and what closes it.
+    # An answer has two tokens here: its text, and the closing token of the template.
     assert ran(tables, target, stop=stop_after(1)).step == 1
 
 
-def test_what_the_recipe_alone_shows_is_refused_before_anything_is_read(
+def test_a_bad_recipe_is_refused_before_reading_data(
     tables: Tables, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
@@ -388,22 +380,20 @@ def test_what_the_recipe_alone_shows_is_refused_before_anything_is_read(
     assert not folder_of(tables).exists()
 
 
-def test_answers_without_a_second_token_teach_nothing_and_are_refused(
-    tables: Tables, target: Target, tmp_path: Path
-) -> None:
+def test_answers_of_one_token_are_refused(tables: Tables, target: Target, tmp_path: Path) -> None:
     bare = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
     place = tmp_path / "bare"
     target.model.save_pretrained(place)
     chat_tokenizer(bare).save_pretrained(place)
     tables["target"]["source"] = str(place)
     given = Path(conversations(tmp_path, lambda i: "!"))
-    # Cut by a length, they end without a stop token.
+    # Answers cut at a length end without a stop token.
     given.write_text(given.read_text().replace('{"messages"', '{"finished": false, "messages"'))
-    with pytest.raises(UserError, match=r"answers of 15 conversations have one token each.*longer answers"):
+    with pytest.raises(UserError, match=r"answers of 15 conversations have at most one token each.*longer answers"):
         ran(tables, target)
 
 
-def test_tokens_that_the_target_does_not_know_are_refused(tables: Tables, tmp_path: Path) -> None:
+def test_tokens_outside_the_targets_vocabulary_are_refused(tables: Tables, tmp_path: Path) -> None:
     place = tmp_path / "narrow"
     LlamaForCausalLM(tiny.target_config()).save_pretrained(place)
     chat_tokenizer(CHATML).save_pretrained(place)
@@ -421,7 +411,7 @@ def test_tokens_that_the_target_does_not_know_are_refused(tables: Tables, tmp_pa
         ("eyas.drafter.checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
     ],
 )
-def test_a_full_disk_leaves_the_earlier_checkpoint_to_go_on_from(
+def test_a_full_disk_leaves_the_earlier_checkpoint(
     tables: Tables, target: Target, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran(tables, target, stop=stop_after(2))
@@ -438,7 +428,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_to_go_on_from(
     assert ran(tables, target, resuming=True).step == STEPS
 
 
-def test_a_checkpoint_that_was_damaged_is_named(tables: Tables, target: Target) -> None:
+def test_a_damaged_checkpoint_is_named(tables: Tables, target: Target) -> None:
     ran(tables, target, stop=stop_after(1))
     place = folder_of(tables) / "checkpoints" / "step-000001"
     (place / "state" / "drafter.safetensors").write_bytes(b"garbage")
@@ -449,7 +439,7 @@ def test_a_checkpoint_that_was_damaged_is_named(tables: Tables, target: Target) 
         ran(tables, target, resuming=True)
 
 
-def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path: Path) -> None:
     assert resume.newest(tmp_path / "nowhere") is None
     for name in ("step-999999", "step-1000000", "step-000002", "step-old"):
         (tmp_path / name).mkdir()
@@ -460,6 +450,6 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["best", "checkpoints", "encoded", "state", "tensorboard"])
-def test_a_drafter_does_not_take_the_name_of_a_folder_of_the_run(tables: Tables, name: str) -> None:
+def test_a_drafter_cannot_have_the_name_of_a_run_folder(tables: Tables, name: str) -> None:
     with pytest.raises(UserError, match=rf"cannot be called '{name}'.*choose another"):
         read_recipe({**tables, "drafters": {name: {}}})

@@ -1,4 +1,4 @@
-"""States that servers hand out teach what the target itself teaches; what goes wrong on the way costs time only."""
+"""Served states train a drafter as the target itself does, and faults only cost time."""
 
 import json
 import os
@@ -48,8 +48,8 @@ def server(tiny_target: Target, tmp_path: Path) -> Iterator[StatesServer]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.train.served.health.PAUSES", (0.05, 0.2))
-    monkeypatch.setattr("eyas.train.served.state_files.FILE_SECONDS", 0.5)
+    monkeypatch.setattr("eyas.train.served.fetcher.PAUSES", (0.05, 0.2))
+    monkeypatch.setattr("eyas.train.served.client.FILE_SECONDS", 0.5)
 
 
 def served_recipe(server: StatesServer, output: Path, **features: object) -> Recipe:
@@ -100,7 +100,7 @@ def test_served_states_give_the_loss_and_gradients_of_live_ones(server: StatesSe
     assert list(server.folder.iterdir()) == []
 
 
-def test_padding_is_never_asked_for_and_joined_documents_are(server: StatesServer, tmp_path: Path) -> None:
+def test_padding_is_never_requested(server: StatesServer, tmp_path: Path) -> None:
     packs = replace(packs_of(corpus_of(12), length=100), padded=True)
     batch = packs.epoch(0)[0].build()
     assert len(batch.ids_T) == 100
@@ -121,9 +121,7 @@ def test_a_drafter_may_read_some_of_the_layers(server: StatesServer, tmp_path: P
 
 
 @pytest.mark.parametrize("fault", ["status 400", "status 500", "no file", "other ids", "torn", "error"])
-def test_a_document_that_cannot_be_had_teaches_nothing_and_is_counted(
-    fault: str, server: StatesServer, tmp_path: Path
-) -> None:
+def test_a_failed_document_teaches_nothing_and_is_counted(fault: str, server: StatesServer, tmp_path: Path) -> None:
     batch = a_batch()
     lost = batch.ids_T[24:48].tolist()
     server.fault = lambda ids: fault if ids == lost else None
@@ -142,7 +140,7 @@ def test_a_document_that_cannot_be_had_teaches_nothing_and_is_counted(
     assert list(server.folder.iterdir()) == []
 
 
-def test_a_fault_that_passes_is_tried_again_and_not_counted(server: StatesServer, tmp_path: Path) -> None:
+def test_a_transient_fault_is_retried_and_not_counted(server: StatesServer, tmp_path: Path) -> None:
     batch, before = a_batch(), dict.fromkeys(range(4), 0)
 
     def twice(ids: list[int]) -> str | None:
@@ -160,7 +158,7 @@ def test_a_fault_that_passes_is_tried_again_and_not_counted(server: StatesServer
         assert (open_source.record()["failed"], open_source.record()["retried"]) == (0, 8)
 
 
-def test_a_server_that_fails_everything_is_away_and_no_document_is_lost(server: StatesServer, tmp_path: Path) -> None:
+def test_no_document_is_lost_while_a_server_fails(server: StatesServer, tmp_path: Path) -> None:
     batch, broken = a_batch(), threading.Event()
     server.fault = lambda ids: "status 500" if broken.is_set() else None
     with opened(server, tmp_path / "run") as open_source:
@@ -174,9 +172,7 @@ def test_a_server_that_fails_everything_is_away_and_no_document_is_lost(server: 
         assert open_source.record()["failed"] == 0
 
 
-def test_a_batch_of_which_nothing_could_be_had_is_a_step_without_gradients(
-    server: StatesServer, tmp_path: Path
-) -> None:
+def test_a_batch_without_documents_has_no_gradients(server: StatesServer, tmp_path: Path) -> None:
     batch = a_batch()
     server.fault = lambda ids: "status 400" if len(ids) == 24 else None
     with opened(server, tmp_path / "run") as open_source:
@@ -206,7 +202,7 @@ def test_a_whole_run_learns_what_a_live_one_does(
         assert served.estimates[step]["drafter"] == counts["drafter"]
 
 
-def test_a_server_that_is_killed_and_started_again_costs_nothing_but_time(server: StatesServer, tmp_path: Path) -> None:
+def test_a_restarted_server_changes_no_loss(server: StatesServer, tmp_path: Path) -> None:
     def losses(output: Path, *, killed: bool) -> list[float]:
         diary, state = Diary(), train_state_of(server.target)
         with opened(server, output) as open_source:
@@ -273,7 +269,7 @@ ranks.leave()
 def test_two_trainers_with_one_server_learn_what_one_does(server: StatesServer, tmp_path: Path) -> None:
     diary = Diary()
     held_out = packs_of(corpus_of(16, seed=9)).epoch(0)
-    assert len(held_out) > 2  # shared out between the two
+    assert len(held_out) > 2  # shared between both processes
     train(
         [train_state_of(server.target)],
         packs_of(corpus_of(24)),
@@ -302,7 +298,7 @@ def test_two_trainers_with_one_server_learn_what_one_does(server: StatesServer, 
     assert list(server.folder.iterdir()) == []
 
 
-def test_of_two_servers_one_may_stay_away(tiny_target: Target, server: StatesServer, tmp_path: Path) -> None:
+def test_one_of_two_servers_may_stay_away(tiny_target: Target, server: StatesServer, tmp_path: Path) -> None:
     other = StatesServer(tiny_target, server.folder, tiny.AUX_IDS).start()
     batch = a_batch()
     with opened(server, tmp_path / "run", servers=[server.url, other.url]) as open_source:
@@ -316,7 +312,7 @@ def test_of_two_servers_one_may_stay_away(tiny_target: Target, server: StatesSer
         assert open_source.record()["failed"] == 0
 
 
-def test_files_and_memory_stay_within_what_was_asked_for(server: StatesServer, tmp_path: Path) -> None:
+def test_files_and_memory_stay_within_ahead_gb(server: StatesServer, tmp_path: Path) -> None:
     batches = [planned.build() for planned in packs_of(corpus_of(120)).epoch(0)]
     one = len(batches[0].ids_T) * 4 * tiny.HIDDEN * 4
     with opened(server, tmp_path / "run", ahead_gb=2.5 * one / 1e9) as open_source:
@@ -326,13 +322,13 @@ def test_files_and_memory_stay_within_what_was_asked_for(server: StatesServer, t
         time.sleep(0.3)
         for batch in batches:
             source(batch)
-            assert open_source._fetcher.held_bytes <= 2.5 * one
-        assert open_source._fetcher.held_bytes == 0
+            assert open_source._fetcher._held <= 2.5 * one
+        assert open_source._fetcher._held == 0
     assert 0 < server.most_bytes <= 3 * one
 
 
-def test_who_waits_goes_first_however_much_is_fetched_ahead(server: StatesServer, tmp_path: Path) -> None:
-    """Held-out packs are asked for behind packs that fill the room and are not taken before."""
+def test_a_pack_that_is_waited_for_is_fetched_first(server: StatesServer, tmp_path: Path) -> None:
+    """Held-out packs are requested after packs that fill the limit and are taken later."""
     ahead = [planned.build() for planned in packs_of(corpus_of(60)).epoch(0)]
     with opened(server, tmp_path / "run", ahead_gb=1e-9) as open_source:
         source = source_of(open_source)
@@ -345,7 +341,7 @@ def test_who_waits_goes_first_however_much_is_fetched_ahead(server: StatesServer
         )
 
 
-def test_what_an_earlier_run_left_is_swept_and_what_others_left_is_not(server: StatesServer, tmp_path: Path) -> None:
+def test_files_of_an_earlier_run_are_removed_and_others_stay(server: StatesServer, tmp_path: Path) -> None:
     batch = a_batch()
     others = server.folder / "eyas-another-0-1.safetensors"
     save_file({"x": torch.zeros(3)}, others)
@@ -359,20 +355,20 @@ def test_what_an_earlier_run_left_is_swept_and_what_others_left_is_not(server: S
     assert list(server.folder.iterdir()) == [others]
 
 
-def test_files_of_requests_that_were_given_up_are_removed(server: StatesServer, tmp_path: Path) -> None:
+def test_files_of_failed_requests_are_removed(server: StatesServer, tmp_path: Path) -> None:
     with opened(server, tmp_path / "run") as open_source:
-        source = source_of(open_source)
-        source(a_batch())
+        source_of(open_source)(a_batch())
         files = open_source._fetcher._servers[0].client._files
-        name = files.new_name()
-        files.abandon(name)
-        late = server.folder / f"{name}.safetensors"
+        early, late = (server.folder / f"{files.new_name()}.safetensors" for _ in range(2))
+        save_file({"x": torch.zeros(3)}, early)
+        files.discard(early.stem)
+        assert not early.exists()
+        files.discard(late.stem)
         save_file({"x": torch.zeros(3)}, late)
-        source(a_batch(1))
-        assert not late.exists()
+    assert not late.exists()
 
 
-def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_is_away(server: StatesServer, tmp_path: Path) -> None:
+def test_a_stopping_run_does_not_wait_for_a_server(server: StatesServer, tmp_path: Path) -> None:
     asked = threading.Event()
     state = train_state_of(server.target)
     with opened(server, tmp_path / "run", stop=asked.is_set) as open_source:
@@ -422,7 +418,7 @@ def test_the_wrong_server_is_refused_at_the_start(
 
 
 @WRONG
-def test_a_wrong_server_that_answers_first_is_set_aside_and_the_right_one_waited_for(
+def test_a_wrong_server_is_set_aside_and_the_right_one_waited_for(
     spoil: Callable[[StatesServer], None],
     words: str,
     server: StatesServer,
@@ -450,7 +446,7 @@ def test_a_wrong_server_that_answers_first_is_set_aside_and_the_right_one_waited
     assert all(len(ids) == 16 for ids in wrong.asked)
 
 
-def test_a_run_ends_where_every_server_is_the_wrong_one_and_says_why_of_each(
+def test_a_run_ends_if_every_server_is_wrong_and_says_why(
     tiny_target: Target, server: StatesServer, tmp_path: Path
 ) -> None:
     other = StatesServer(tiny_target, server.folder, tiny.AUX_IDS, version="0.31.0").start()
@@ -464,8 +460,8 @@ def test_a_run_ends_where_every_server_is_the_wrong_one_and_says_why_of_each(
 
 
 @pytest.mark.parametrize("fault", ["other ids", "error", "no file", "status 400"])
-def test_what_one_server_refuses_is_asked_of_another_and_the_one_that_refuses_all_is_left_alone(
-    fault: str, tiny_target: Target, server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_document_that_one_server_refuses_is_requested_from_another(
+    fault: str, tiny_target: Target, server: StatesServer, tmp_path: Path
 ) -> None:
     other = StatesServer(tiny_target, server.folder, tiny.AUX_IDS).start()
     other.fault = lambda ids: None if len(ids) == 16 else fault
@@ -477,11 +473,9 @@ def test_what_one_server_refuses_is_asked_of_another_and_the_one_that_refuses_al
             source(batch)
         assert open_source.record()["failed"] == 0
     other.stop()
-    (said,) = [message for message in caplog.messages if "is left alone for 300 s" in message]
-    assert other.url in said
 
 
-def test_the_key_that_vllm_reads_is_sent(server: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_of_vllm_is_sent(server: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with opened(server, tmp_path / "run") as open_source:
         source_of(open_source)(a_batch())
@@ -506,7 +500,7 @@ def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(server: States
     assert list(server.folder.iterdir()) == []
 
 
-def test_what_is_under_way_at_the_end_is_broken_off_and_no_thread_is_left(
+def test_requests_are_cancelled_at_the_end(
     server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(threading.enumerate())
@@ -543,7 +537,7 @@ def test_targets_that_attend_by_mla_are_refused_by_name(tiny_target: Target) -> 
         require_servable(config, replace(tiny_target.facts, source="tiny"))
 
 
-def test_a_cache_is_filled_by_servers_and_remembers_what_they_did_not_give(
+def test_a_cache_is_filled_by_servers_and_lists_failed_documents(
     server: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = corpus_of(120)
@@ -563,13 +557,13 @@ def test_a_cache_is_filled_by_servers_and_remembers_what_they_did_not_give(
     assert len(index["failed"]) == 1
     _, live = trained(monkeypatch, server.target, recipe_of(tmp_path / "live", source="live"))
     assert diary.losses()[-1] == pytest.approx(live.losses()[-1], rel=0.05)
-    # Once it is whole, a run that is taken up needs no server.
+    # A resumed run with a complete cache needs no server.
     asked = len(server.asked)
     losses_of(recipe, server.target, monkeypatch, resuming=True)
     assert not [ids for ids in server.asked[asked:] if len(ids) == 24]
 
 
-def test_the_command_captures_what_is_read_and_the_last_layer() -> None:
+def test_the_command_captures_the_layers_read_and_the_last_one() -> None:
     command = Command(
         model="m", layer_ids=(2, 15, 27), num_hidden_layers=30, folder=Path("/s"), max_length=512, python="/v/python"
     )
@@ -583,7 +577,7 @@ def test_the_command_captures_what_is_read_and_the_last_layer() -> None:
     assert command.line().startswith("PYTHONPATH=")
 
 
-def test_the_connector_is_alone_in_the_folder_that_vllm_is_given() -> None:
+def test_the_connector_is_alone_in_its_folder() -> None:
     command = Command(model="m", layer_ids=(1,), num_hidden_layers=2, folder=Path("/s"), max_length=9)
     folder = Path(command.environment()["PYTHONPATH"])
     assert {path.name for path in folder.glob("*.py")} == {"__init__.py", "eyas_states.py"}

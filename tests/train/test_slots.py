@@ -1,4 +1,4 @@
-"""Leaving out what teaches nothing changes neither loss nor gradient: both are those of every slot at every depth."""
+"""Skipping slots that teach nothing changes neither loss nor gradient."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,8 +14,7 @@ from eyas.drafter.model import Drafter
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.loss import LOSSES
-from eyas.train.scoring import score
+from eyas.train.loss import LOSSES, score
 from eyas.train.unroll import DrafterPasses, unroll
 from train.batches import EAGLE_31, batch_of, drafter_of, features_of, gradients
 
@@ -34,7 +33,7 @@ PACKS = {
 
 
 class EverySlot:
-    """Attention from all slots of a pack at all depths, written out."""
+    """Attention of all slots of a pack at all depths, written out."""
 
     def __init__(self, batch: TrainingBatch) -> None:
         index = torch.arange(len(batch.ids_T))
@@ -71,7 +70,7 @@ def oracle(drafter: Drafter, batch: TrainingBatch, features: Features) -> tuple[
     for depth, normed_TD in enumerate(states_of_every_slot(drafter, batch, features.aux_TX)):
         row_C = batch.row_M[batch.run_M > depth]
         log_q_CW = drafter.logits(normed_TD[row_C - 1 - depth]).log_softmax(-1)
-        p_CW = features.teachers(kept).distribution(row_C).probabilities(log_q_CW)
+        p_CW = features.teachers(kept)(row_C).probabilities(log_q_CW)
         losses.append(-(p_CW * log_q_CW).sum())
     loss_S = torch.stack(losses)
     return (loss_S * torch.tensor(WEIGHTS)).sum(), loss_S
@@ -131,7 +130,7 @@ def test_loss_and_gradient_are_those_of_every_slot(name: str, flags: dict[str, o
     assert_same(drafter_of(**flags), batch, DenseUnrollAttention(batch), activation_checkpointing=checkpointing)
 
 
-def test_what_is_computed_is_what_teaches_and_what_it_reads() -> None:
+def test_computed_slots_are_those_that_teach_and_those_they_read() -> None:
     lengths, mask = PACKS["a document that teaches nothing, and padding"]
     slots = batch_of(lengths, mask=[int(c) for c in mask]).slots
     # Tokens 3 to 6 are an answer, so rows 3 to 5 teach slots 2 to 4; tokens 14 to 19 one of the third document.
@@ -142,7 +141,7 @@ def test_what_is_computed_is_what_teaches_and_what_it_reads() -> None:
     assert (slots.query_place_M, slots.longest_keys, slots.longest_queries) == (None, 6, 5)
 
 
-def test_steps_see_no_slot_that_teaches_nothing() -> None:
+def test_steps_see_only_slots_that_teach() -> None:
     drafter, batch = drafter_of(**EAGLE_31), pack_of("several documents")
     seen: dict[str, list[int]] = {"step": [], "remember": []}
 
@@ -161,7 +160,7 @@ def test_steps_see_no_slot_that_teaches_nothing() -> None:
     assert taught + len(batch.slots.context_P) < len(batch.ids_T)
 
 
-def test_nothing_taught_teaches_nothing() -> None:
+def test_a_batch_that_teaches_nothing_has_no_gradients() -> None:
     drafter, batch = drafter_of(**EAGLE_31), batch_of([6, 3], mask=[0] * 9)
     loss, loss_S = ours(drafter, batch, features_of(batch), DenseUnrollAttention(batch))
     loss.backward()
@@ -230,8 +229,10 @@ def _flash_backward(
 
 @each("flags", [EAGLE_31, {"num_hidden_layers": 2}])
 @each("name", PACKS)
-def test_the_flash_path_lays_out_the_same(name: str, flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels written out stand in for those of a GPU (tests/gpu has the real ones): the rest is what runs there."""
+def test_the_flash_path_gives_the_same_loss_and_gradients(
+    name: str, flags: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels written out replace those of a GPU (tests/gpu has the real ones); the rest is the real code."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", _flash_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", _flash_backward)
     batch = pack_of(name)

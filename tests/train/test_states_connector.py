@@ -1,6 +1,6 @@
-"""vLLM's side of served states, without vLLM: what it names, writes, bounds, sweeps and refuses.
+"""Connector for vLLM, tested without vLLM: names, files, bounds, removal of old files, refusals.
 
-Its work inside the real vLLM is tests/parity/test_served_states.py.
+tests/parity/test_served_states.py tests it inside the real vLLM.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_conne
 
 
 class Example:
-    """What of vLLM's connector is built upon."""
+    """The part of vLLM's connector that ours builds on."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._kv_transfer_config = SimpleNamespace(get_from_extra_config=vllm_config.extra.get)
@@ -83,7 +83,7 @@ def asked(name: object, request: str = "r1") -> SimpleNamespace:
     return SimpleNamespace(req_id=request, sampling_params=SimpleNamespace(extra_args=extra))
 
 
-def test_only_who_asks_by_a_plain_name_gets_a_file(module: Any, tmp_path: Path) -> None:
+def test_only_requests_with_a_valid_name_get_a_file(module: Any, tmp_path: Path) -> None:
     connector = module.EyasStatesConnector(config(tmp_path), None, None)
     without = SimpleNamespace(req_id="r2", sampling_params=SimpleNamespace(extra_args=None))
     new = [asked("mine-1"), without, asked("../escape", "r3"), asked(7, "r4")]
@@ -94,13 +94,13 @@ def test_only_who_asks_by_a_plain_name_gets_a_file(module: Any, tmp_path: Path) 
     assert connector.request_finished(SimpleNamespace(request_id="r3", status="stopped"), []) == (False, None)
 
 
-def test_a_request_that_was_aborted_leaves_nothing(module: Any, tmp_path: Path) -> None:
+def test_an_aborted_request_leaves_no_file(module: Any, tmp_path: Path) -> None:
     connector = module.EyasStatesConnector(config(tmp_path), None, None)
     connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[asked("mine-1")]))
     assert connector.request_finished(SimpleNamespace(request_id="r1", status="aborted"), []) == (False, None)
 
 
-def test_a_file_appears_whole_and_says_what_it_is(module: Any, tmp_path: Path) -> None:
+def test_a_file_appears_whole_with_metadata(module: Any, tmp_path: Path) -> None:
     connector = module.EyasStatesConnector(config(tmp_path), None, None)
     connector._write(tensors(), module._Copied(), tmp_path / "a.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
@@ -109,7 +109,7 @@ def test_a_file_appears_whole_and_says_what_it_is(module: Any, tmp_path: Path) -
         assert file.get_tensor("token_ids").tolist() == [0, 1, 2, 3]
 
 
-def test_what_cannot_be_written_is_told_instead(module: Any, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_an_error_file(module: Any, tmp_path: Path) -> None:
     connector = module.EyasStatesConnector(config(tmp_path, max_bytes=1000), None, None)
     connector._write(tensors(), module._Copied(), tmp_path / "a.safetensors")
     with pytest.raises(OSError, match="more exceed max_bytes 1,000"):
@@ -118,7 +118,7 @@ def test_what_cannot_be_written_is_told_instead(module: Any, tmp_path: Path) -> 
     assert "max_bytes 1,000" in (tmp_path / "b.error").read_text()
 
 
-def test_files_being_written_at_once_stay_within_the_bound(module: Any, tmp_path: Path) -> None:
+def test_concurrent_writes_stay_within_max_bytes(module: Any, tmp_path: Path) -> None:
     connector = module.EyasStatesConnector(config(tmp_path, max_bytes=2000), None, None)
     copied = SimpleNamespace(synchronize=threading.Barrier(8).wait)
 
@@ -138,7 +138,7 @@ def test_files_being_written_at_once_stay_within_the_bound(module: Any, tmp_path
     assert len(written) + len(list(tmp_path.glob("*.error"))) == 8
 
 
-def test_what_nobody_fetched_is_swept_at_the_start_and_when_room_is_needed(module: Any, tmp_path: Path) -> None:
+def test_old_files_are_removed_at_the_start_and_when_room_is_needed(module: Any, tmp_path: Path) -> None:
     def old(name: str) -> Path:
         path = tmp_path / name
         path.write_bytes(bytes(900))
@@ -163,7 +163,7 @@ def test_what_nobody_fetched_is_swept_at_the_start_and_when_room_is_needed(modul
         ("cache_config", "enable_prefix_caching", True, "--no-enable-prefix-caching"),
     ],
 )
-def test_what_gives_no_states_is_refused(
+def test_unsupported_configurations_are_refused(
     module: Any, tmp_path: Path, table: str, key: str, value: object, words: str
 ) -> None:
     wrong = config(tmp_path)
@@ -178,5 +178,5 @@ def test_another_vllm_is_refused_by_name(module: Any, tmp_path: Path, monkeypatc
         module.EyasStatesConnector(config(tmp_path), None, None)
 
 
-def test_both_sides_ask_for_the_same_vllm(module: Any) -> None:
+def test_both_sides_require_the_same_vllm(module: Any) -> None:
     assert module.VLLM_SERIES == VLLM_SERIES

@@ -13,8 +13,7 @@ from eyas.drafter.model import Drafter
 from eyas.train.attention import DenseUnrollAttention, merge_own_slot, split_gradient
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.loss import LOSSES, row_loss_of
-from eyas.train.scoring import Scores, score
+from eyas.train.loss import LOSSES, Scores, row_loss_of, score
 from eyas.train.unroll import depth_weights, unroll
 from oracle.dense import EagleDraft
 from train.batches import EAGLE_31, ScoreTeacher, batch_of, drafter_of, features_of, gradients
@@ -35,7 +34,7 @@ def scored(
     weights: list[float] | None = None,
     attend: DenseUnrollAttention | None = None,
 ) -> Scores:
-    """The loss as the loop weighs it: depth weights over predictions that count."""
+    """Scores with the weights of the loop: depth weights over predictions that count."""
     kept = drafter.vocab().target_ids_W
     attend = attend or DenseUnrollAttention(batch)
     normed = unroll(
@@ -84,14 +83,14 @@ def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) 
 
 
 @each("lengths", [[1], [2], [3], [1, 2, 1]])
-def test_a_pack_shorter_than_the_depths_teaches_what_it_can(lengths: list[int]) -> None:
+def test_a_pack_shorter_than_the_depths_still_teaches(lengths: list[int]) -> None:
     drafter, depths = drafter_of(**EAGLE_31), 7
     short, longer = batch_of(lengths), batch_of([*lengths, 9])
     found = scored(drafter, short, features_of(short), depths=depths)
     found.loss.backward()
     assert all(bool(gradient.isfinite().all()) for gradient in gradients(drafter).values())
     assert short.counts(depths)[1:] == [0] * (depths - 1)
-    # Beside a long document the short ones are as if alone.
+    # Beside a long document the short ones give the same states as alone.
     ids = longer.ids_T[: sum(lengths)]
     aux = features_of(longer).aux_TX
     both = [
@@ -150,7 +149,7 @@ def test_without_document_boundaries_packing_would_leak() -> None:
     assert not torch.allclose(scored(drafter, packed, features, depths=2).loss, leaking.loss)
 
 
-def test_a_prediction_counts_where_all_it_reads_and_predicts_is_the_answer() -> None:
+def test_a_prediction_counts_if_all_its_tokens_are_the_answer() -> None:
     mask = [0, 0, 1, 1, 1, 1, 0, 1, 1]
     batch = batch_of([9], mask=mask)
 
@@ -207,7 +206,7 @@ def test_the_gradient_of_a_loss_is_its_gradient(loss: str | dict[str, float]) ->
     torch.testing.assert_close(gradient.detach(), expected)
 
 
-def test_losses_are_what_they_are_called() -> None:
+def test_losses_match_their_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(5, 12, generator=generator).softmax(dim=-1) for _ in range(2))
     entropy, distance = -(p * p.log()).sum(-1), (p - q).abs().sum(-1) / 2
@@ -235,7 +234,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_losses_and_gradients() -> None:
         torch.testing.assert_close(ours, 0.1 * one + 0.9 * other)
 
 
-def test_the_hybrid_follows_the_divergence_where_nothing_meets_and_the_distance_where_all_does() -> None:
+def test_the_hybrid_loss_has_both_limits() -> None:
     apart, near = torch.tensor([[8.0, 0.0, 0.0]]), torch.tensor([[0.0, 0.1, 0.0]])
     p = torch.tensor([[0.0, 0.0, 20.0]]).softmax(dim=-1), torch.zeros(1, 3).softmax(dim=-1)
     for scores, target, leader, factor in ((apart, p[0], "kl", 1.0), (near, p[1], "total_variation", 1 - np.exp(-3))):
@@ -271,7 +270,7 @@ def test_depth_weights_sum_to_one() -> None:
     assert depth_weights(2, 0.5) == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_a_weight_on_the_first_depth_leaves_the_others_as_they_are_to_each_other() -> None:
+def test_first_weight_keeps_the_ratios_of_the_other_depths() -> None:
     assert depth_weights(3, 0.5, first=3.0) == pytest.approx([3 / 3.75, 0.5 / 3.75, 0.25 / 3.75])
     assert depth_weights(1, 0.5, first=3.0) == [1.0]
 
@@ -289,14 +288,14 @@ def test_feedback_is_not_detached() -> None:
     assert not torch.allclose(deep, drafter.fc.weight.grad)
 
 
-def test_nothing_to_train_on_gives_no_loss_and_says_so_in_the_counts() -> None:
+def test_nothing_to_train_on_gives_no_loss() -> None:
     drafter, batch = drafter_of(), batch_of([LENGTH], mask=[0] * LENGTH)
     assert batch.counts(2) == [0, 0]
     assert float(scored(drafter, batch, features_of(batch), depths=2).loss) == 0
 
 
 def test_merging_the_slots_own_keys_equals_attending_to_all_keys_at_once() -> None:
-    """What the flash path adds to flash attention, proved where flash attention does not run."""
+    """Tests the part that the flash path adds to flash attention, without flash attention."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

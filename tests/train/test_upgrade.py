@@ -1,4 +1,4 @@
-"""A drafter that exists is taken up as it is, and EAGLE-3 becomes EAGLE-3.1 without starting over."""
+"""A run starts from an existing drafter as it is, EAGLE-3 becomes EAGLE-3.1, and drafters grow."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def batch_of_text() -> TrainingBatch:
 
 
 def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any) -> Drafter:
-    """The drafter in `folder` after `init_from_checkpoint`; the first token's states may be louder than they are."""
+    """Drafter in `folder` after `init_from_checkpoint`; `louder` scales the states of first tokens."""
 
     def read_text(aux_layer_ids: Sequence[int]) -> tuple[TrainingBatch, Features]:
         batch = batch_of_text()
@@ -61,14 +61,14 @@ def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any
 
 
 def stored(folder: Path, *, own_embedding: bool = True, own_head: bool = True, **flags: Any) -> Drafter:
-    """A drafter of random weights, norms included, on disk."""
+    """Save a drafter with random weights, norms included."""
     drafter = tiny.random_drafter(tiny.drafter_config(**flags), own_embedding=own_embedding, own_head=own_head)
     write_checkpoint(checkpoint_of(drafter), folder)
     return drafter
 
 
 def scores_SMW(drafter: Drafter, target: Target) -> Tensor:
-    """What it says at every depth."""
+    """Logits at every depth."""
     batch = batch_of_text()
     aux_TX = LiveSource(target, drafter.config.aux_layer_ids or tiny.AUX_IDS)(batch).aux_TX
     attend = attention_for(batch, torch.float32, compiled=False)
@@ -77,7 +77,7 @@ def scores_SMW(drafter: Drafter, target: Target) -> Tensor:
 
 
 @each("flags", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 70}, {"norm_before_fc": True}])
-def test_a_drafter_is_taken_up_as_it_is(tiny_target: Target, tmp_path: Path, flags: dict[str, Any]) -> None:
+def test_a_drafter_is_loaded_unchanged(tiny_target: Target, tmp_path: Path, flags: dict[str, Any]) -> None:
     drafter = stored(tmp_path / "drafter", **flags)
     same = {key: bool(flags.get(key)) for key in ("fc_norm", "norm_output")}
     again = taken_up(tiny_target, tmp_path / "drafter", **same)
@@ -87,7 +87,7 @@ def test_a_drafter_is_taken_up_as_it_is(tiny_target: Target, tmp_path: Path, fla
     assert trainable == {name for name, _ in again.named_parameters()} - {"embed_tokens.weight"}
 
 
-def test_what_was_the_targets_becomes_its_own_where_it_is_trained(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_shared_head_becomes_the_drafters_own(tiny_target: Target, tmp_path: Path) -> None:
     drafter = stored(tmp_path / "drafter", own_embedding=False, own_head=False)
     drafter.share_target(tiny_target.embedding(), tiny_target.head())
     again = taken_up(tiny_target, tmp_path / "drafter", fc_norm=False, norm_output=False)
@@ -98,30 +98,26 @@ def test_what_was_the_targets_becomes_its_own_where_it_is_trained(tiny_target: T
     assert again.lm_head.weight.requires_grad
 
 
-def test_norm_output_folds_exactly_where_the_residual_is_normed(tiny_target: Target, tmp_path: Path) -> None:
+def test_norm_output_folds_exactly_with_norm_before_residual(tiny_target: Target, tmp_path: Path) -> None:
     before = scores_SMW(stored(tmp_path / "drafter", norm_before_residual=True), tiny_target)
     upgraded = taken_up(tiny_target, tmp_path / "drafter", fc_norm=False)
     assert upgraded.config.norm_output
     torch.testing.assert_close(scores_SMW(upgraded, tiny_target), before, rtol=1e-3, atol=1e-3)
 
 
-def test_norm_output_leaves_depth_zero_and_the_length_of_a_typical_state_alone(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_norm_output_keeps_depth_zero_and_typical_lengths(tiny_target: Target, tmp_path: Path) -> None:
     drafter = stored(tmp_path / "drafter")
     upgraded = taken_up(tiny_target, tmp_path / "drafter", fc_norm=False)
     before, after = scores_SMW(drafter, tiny_target), scores_SMW(upgraded, tiny_target)
     torch.testing.assert_close(after[0], before[0], rtol=1e-3, atol=1e-3)
-    # Deeper the residual's length differs token by token, so it is close and no longer the same.
+    # Deeper, the residual's length differs between tokens, so scores are close and not equal.
     unfolded = _flags_only(drafter, norm_output=True)
     far = (scores_SMW(unfolded, tiny_target)[1:] - before[1:]).norm()
     assert 0 < float((after[1:] - before[1:]).norm()) < 0.5 * float(far)
 
 
 @each("norm_before_fc", [False, True])
-def test_fc_norm_takes_the_place_of_the_scale_that_fc_was_trained_with(
-    tiny_target: Target, tmp_path: Path, norm_before_fc: bool
-) -> None:
+def test_fc_norm_keeps_the_typical_input_of_fc(tiny_target: Target, tmp_path: Path, norm_before_fc: bool) -> None:
     drafter = stored(tmp_path / "drafter", norm_before_fc=norm_before_fc)
     upgraded = taken_up(tiny_target, tmp_path / "drafter", norm_output=False)
     assert upgraded.config.fc_norm
@@ -132,7 +128,7 @@ def test_fc_norm_takes_the_place_of_the_scale_that_fc_was_trained_with(
     assert float((after - before).norm() / before.norm()) < 0.25
 
 
-def test_a_few_enormous_states_do_not_set_the_scale(tiny_target: Target, tmp_path: Path) -> None:
+def test_outliers_do_not_set_the_scale(tiny_target: Target, tmp_path: Path) -> None:
     stored(tmp_path / "drafter")
     plain, loud = (taken_up(tiny_target, tmp_path / "drafter", louder=louder) for louder in (1.0, 1000.0))
     assert plain.fc_norm is not None
@@ -142,7 +138,7 @@ def test_a_few_enormous_states_do_not_set_the_scale(tiny_target: Target, tmp_pat
 
 
 def _flags_only(drafter: Drafter, **flags: bool) -> Drafter:
-    """What comes of writing the flags into config.json."""
+    """Drafter with flags set in its config and no weights changed."""
     checkpoint = checkpoint_of(drafter)
     tensors = dict(checkpoint.tensors)
     if flags.get("fc_norm"):
@@ -155,7 +151,7 @@ def train_state_with(target: Target, drafter: Drafter) -> TrainState:
 
 
 def more(target: Target, state: TrainState, folder: Path, steps: int) -> TrainState:
-    """Train it on."""
+    """Train for some steps."""
     source = LiveSource(target, tiny.AUX_IDS)
     plan = loop_config_of(folder, length=RunLength(steps=steps), packs_per_step=1)
     train([state], packs_of(corpus_of(200), length=256), [], source, plan, observer=Diary())
@@ -163,7 +159,7 @@ def more(target: Target, state: TrainState, folder: Path, steps: int) -> TrainSt
 
 
 def loss_and_length(target: Target, state: TrainState) -> tuple[float, float]:
-    """On text that is not trained on."""
+    """Loss and acceptance length on held-out text."""
     source, held_out = LiveSource(target, tiny.AUX_IDS), packs_of(corpus_of(16, seed=9), length=256).epoch(0)
     loss, count = 0.0, 0
     for batch in (planned.build() for planned in held_out):
@@ -174,7 +170,7 @@ def loss_and_length(target: Target, state: TrainState) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_an_upgraded_drafter_keeps_what_it_knew_and_learns_on(tiny_target: Target, tmp_path: Path) -> None:
+def test_an_upgraded_drafter_keeps_its_accuracy_and_learns(tiny_target: Target, tmp_path: Path) -> None:
     old = more(tiny_target, train_state_of(tiny_target, fc_norm=False), tmp_path / "old", 60)
     write_checkpoint(checkpoint_of(old.drafter), tmp_path / "drafter")
     upgraded = train_state_with(tiny_target, taken_up(tiny_target, tmp_path / "drafter"))
@@ -194,7 +190,7 @@ def test_an_upgraded_drafter_keeps_what_it_knew_and_learns_on(tiny_target: Targe
     assert after < 0.85 * scratch
 
 
-def test_a_run_upgrades_what_it_starts_from(
+def test_a_run_upgrades_its_starting_point(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = stored(tmp_path / "drafter", draft_vocab_size=70)
@@ -246,3 +242,91 @@ def test_an_upgrade_measures_on_a_pack_that_teaches(tiny_target: Target) -> None
     batch, features = _text_reader(packs_of(corpus, length=24), partial(LiveSource, tiny_target))(tiny.AUX_IDS)
     assert len(batch.row_M)
     assert len(features.aux_TX) == len(batch.ids_T) == 24
+
+
+EAGLE31: dict[str, Any] = {"fc_norm": True, "norm_output": True}
+
+
+@each("larger", [{"intermediate_size": 192}, {"layers": 3}, {"intermediate_size": 200, "layers": 2}])
+@each("flags", [EAGLE31, {"mlp_bias": True, "attention_bias": True, **EAGLE31}])
+def test_a_grown_drafter_starts_with_the_same_scores(
+    tiny_target: Target, tmp_path: Path, flags: dict[str, Any], larger: dict[str, Any]
+) -> None:
+    drafter = stored(tmp_path / "drafter", draft_vocab_size=70, **flags)
+    grown = taken_up(tiny_target, tmp_path / "drafter", **larger)
+    assert grown.config.num_hidden_layers == larger.get("layers", 1)
+    assert grown.config.intermediate_size == larger.get("intermediate_size", 128)
+    torch.testing.assert_close(scores_SMW(grown, tiny_target), scores_SMW(drafter, tiny_target), rtol=1e-4, atol=1e-4)
+    assert torch.equal(grown.vocab().target_ids_W, drafter.vocab().target_ids_W)
+
+
+@each("flags", [EAGLE31, {}, {"norm_before_fc": True}])
+@each("fc_norm", [True, False])
+def test_a_drafter_with_more_states_starts_with_the_same_scores(
+    tiny_target: Target, tmp_path: Path, flags: dict[str, Any], fc_norm: bool
+) -> None:
+    stored(tmp_path / "drafter", **flags)
+    if not fc_norm and "norm_before_fc" in flags:
+        with pytest.raises(UserError, match=r"one norm over all of them \(norm_before_fc\)"):
+            taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(1, 2, 3, 4), fc_norm=False)
+        return
+    choice: dict[str, Any] = {"fc_norm": fc_norm or "fc_norm" in flags}
+    as_it_is = taken_up(tiny_target, tmp_path / "drafter", **choice)
+    more = taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(0, 1, 2, 3, 4), **choice)
+    assert more.config.aux_layer_ids == (0, 1, 2, 3, 4)
+    assert more.config.num_aux_hidden_states == 5
+    torch.testing.assert_close(scores_SMW(more, tiny_target), scores_SMW(as_it_is, tiny_target), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_cannot_be_removed(tiny_target: Target, tmp_path: Path) -> None:
+    stored(tmp_path / "drafter", **EAGLE31)
+    with pytest.raises(UserError, match=r"layers can be added, not taken away; .* or add \[2, 3\]"):
+        taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(1, 4))
+    with pytest.raises(UserError, match=r"auxiliary layer id 9 is outside"):
+        taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(1, 2, 3, 9))
+
+
+def test_kept_tokens_keep_their_rows(tiny_target: Target, tmp_path: Path) -> None:
+    drafter = stored(tmp_path / "drafter", draft_vocab_size=70, **EAGLE31)
+    smaller = taken_up(tiny_target, tmp_path / "drafter", draft_vocab_size=40)
+    assert drafter.lm_head is not None
+    assert smaller.lm_head is not None
+    stay_W = torch.isin(drafter.vocab().target_ids_W, torch.arange(40))
+    kept = smaller.lm_head.weight[torch.isin(torch.arange(40), drafter.vocab().target_ids_W)]
+    assert torch.equal(kept, drafter.lm_head.weight[stay_W])
+
+
+def test_rows_of_new_tokens_follow_the_linear_map_of_the_others(tiny_target: Target, tmp_path: Path) -> None:
+    drafter = tiny.random_drafter(tiny.drafter_config(draft_vocab_size=70, **EAGLE31), own_embedding=False)
+    assert drafter.lm_head is not None
+    theirs_VE = TargetParts.of(tiny_target).head.weight_VD
+    moved_VD = theirs_VE @ torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(moved_VD[drafter.vocab().target_ids_W])
+    write_checkpoint(checkpoint_of(drafter), tmp_path / "drafter")
+    whole = taken_up(tiny_target, tmp_path / "drafter", draft_vocab_size=None)
+    assert whole.d2t is None
+    assert whole.lm_head is not None
+    torch.testing.assert_close(whole.lm_head.weight, moved_VD, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_trains_added_weights(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path / "drafter", draft_vocab_size=70, **EAGLE31)
+    tables = recipe_of(tmp_path / "run").resolved()
+    tables["drafter"] = {
+        "init_from": str(tmp_path / "drafter"),
+        "layers": 2,
+        "intermediate_size": 160,
+        "draft_vocab_size": 50,
+        "aux_layer_ids": [0, 1, 2, 3, 4],
+    }
+    tables["train"] |= {"steps": 2}
+    outcome, _ = trained(monkeypatch, tiny_target, read_recipe(_without_none(tables)))
+    finished = load_drafter(str(outcome.drafters["drafter"]))
+    assert finished.config.draft_vocab_size == 50
+    weights = finished.state_dict()
+    assert weights["layers.0.mlp.down_proj.weight"][:, 128:].abs().max() > 0
+    assert weights["fc.weight"][:, -64:].abs().max() > 0
+    assert not torch.equal(weights["fc_norm.0.weight"], weights["fc_norm.4.weight"])
+    assert weights["layers.1.self_attn.o_proj.weight"].abs().max() > 0

@@ -1,4 +1,4 @@
-"""The draft vocabulary is what the target says most, with its stop ids whatever they count."""
+"""The draft vocabulary has the most frequent tokens and always the stop ids."""
 
 from collections.abc import Sequence
 
@@ -20,62 +20,54 @@ def corpus_of(ids: Sequence[int], mask: Sequence[int] | None = None) -> Corpus:
     )
 
 
-def test_the_most_frequent_are_chosen_ascending_and_covered() -> None:
-    chosen, coverage = choose_vocabulary(corpus_of([7, 7, 7, 3, 3, 9]), 2, 10)
-    assert chosen.tolist() == [3, 7]
+@each(
+    ("what", "ids", "mask", "size", "always", "expected", "covered"),
+    [
+        ("the most frequent, ascending", [7, 7, 7, 3, 3, 9], None, 2, [], [3, 7], 5 / 6),
+        ("only answers count", [1, 1, 1, 4], [0, 0, 0, 1], 1, [], [4], 1.0),
+        ("equally frequent ones by id", [8, 6, 4, 2], None, 2, [], [2, 4], 1 / 2),
+        ("stop ids are always included", [7, 7, 7, 3, 3], None, 2, [9], [7, 9], 3 / 5),
+        ("unseen ones fill up from the lowest", [7, 7, 1], None, 5, [9], [0, 1, 2, 7, 9], 1.0),
+        ("the whole vocabulary", [7, 1], None, None, [], list(range(10)), 1.0),
+        ("the whole vocabulary by its size", [7, 1], None, 10, [], list(range(10)), 1.0),
+    ],
+)
+def test_the_most_frequent_tokens_are_chosen(
+    what: str,
+    ids: list[int],
+    mask: list[int] | None,
+    size: int | None,
+    always: list[int],
+    expected: list[int],
+    covered: float,
+) -> None:
+    chosen, coverage = choose_vocabulary(corpus_of(ids, mask), size, 10, always=always)
+    assert chosen.tolist() == expected, what
     assert chosen.dtype == np.int64
-    assert coverage == pytest.approx(5 / 6)
-
-
-def test_only_masked_tokens_count() -> None:
-    chosen, coverage = choose_vocabulary(corpus_of([1, 1, 1, 4], [0, 0, 0, 1]), 1, 10)
-    assert (chosen.tolist(), coverage) == ([4], 1.0)
-
-
-def test_equally_frequent_tokens_come_in_by_id() -> None:
-    assert choose_vocabulary(corpus_of([8, 6, 4, 2]), 2, 10)[0].tolist() == [2, 4]
-
-
-def test_stop_ids_are_always_in() -> None:
-    chosen, coverage = choose_vocabulary(corpus_of([7, 7, 7, 3, 3]), 2, 10, always=[9])
-    assert chosen.tolist() == [7, 9]
-    assert coverage == pytest.approx(3 / 5)
-
-
-def test_unseen_tokens_fill_up_from_the_lowest() -> None:
-    assert choose_vocabulary(corpus_of([7, 7, 1]), 5, 10, always=[9])[0].tolist() == [0, 1, 2, 7, 9]
-
-
-@each("size", [None, 10])
-def test_the_whole_vocabulary_is_the_identity(size: int | None) -> None:
-    chosen, coverage = choose_vocabulary(corpus_of([7, 1]), size, 10)
-    assert (chosen.tolist(), coverage) == (list(range(10)), 1.0)
+    assert coverage == pytest.approx(covered), what
 
 
 @each(("size", "named"), [(11, "11 .* 10"), (0, "0"), (1, "2 stop ids")])
-def test_a_size_that_cannot_be_is_refused(size: int, named: str) -> None:
+def test_an_impossible_size_is_refused(size: int, named: str) -> None:
     with pytest.raises(UserError, match=named):
         choose_vocabulary(corpus_of([7, 1]), size, 10, always=[2, 3])
 
 
-def test_tokens_of_another_vocabulary_are_refused() -> None:
+def test_tokens_of_another_vocabulary_and_a_corpus_without_answers_are_refused() -> None:
     with pytest.raises(UserError, match=r"token id 12 .* 9"):
         choose_vocabulary(corpus_of([12]), None, 10)
-
-
-def test_nothing_to_count_is_refused() -> None:
     with pytest.raises(UserError, match="no answers"):
         choose_vocabulary(corpus_of([1], [0]), 1, 10)
 
 
 def zipf(types: int, tokens: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Tokens drawn as words of a language are: the n-th most frequent one time in n, about."""
+    """Tokens with a Zipf distribution, like the words of a language."""
     share = 1 / np.arange(1, types + 1) ** 1.3
     return np.random.default_rng(seed).choice(types, tokens, p=share / share.sum())
 
 
 @each("tokens", [20_000, 200_000])
-def test_the_size_that_the_data_ask_for_covers_new_text(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_size_covers_new_text(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "AUTO_COVERAGE", 0.9)
     types = 60_000
     seen, new = zipf(types, tokens), zipf(types, 200_000, seed=1)
@@ -88,7 +80,7 @@ def test_the_size_that_the_data_ask_for_covers_new_text(tokens: int, monkeypatch
     assert 0.89 < covered < 0.93  # rounded up
 
 
-def test_few_data_ask_for_the_largest_vocabulary_and_a_plain_language_for_a_small_one() -> None:
+def test_few_data_need_the_largest_vocabulary() -> None:
     assert auto_size(np.bincount(zipf(200_000, 500), minlength=200_000)) == MAX_AUTO_SIZE
     plain = np.zeros(200_000, dtype=np.int64)
     plain[1000:1300] = 100
@@ -96,7 +88,7 @@ def test_few_data_ask_for_the_largest_vocabulary_and_a_plain_language_for_a_smal
     assert auto_size(plain, stop_ids=300) == 768
 
 
-def test_auto_keeps_small_vocabularies_whole_and_has_the_stop_ids() -> None:
+def test_auto_keeps_small_vocabularies_whole() -> None:
     chosen, coverage = choose_vocabulary(corpus_of([7, 1]), "auto", MAX_AUTO_SIZE, always=[2])
     assert (len(chosen), coverage) == (MAX_AUTO_SIZE, 1.0)
     spoken = [*range(50_000, 50_100)] * 50

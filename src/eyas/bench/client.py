@@ -1,6 +1,6 @@
-"""The client: asks, and notes when each byte came. All HTTP of the bench is here.
+"""HTTP client of the bench: sends requests and notes when each byte arrives.
 
-Answers that fail are results too; only a server that is gone raises, since nothing more can be learnt from it.
+A failed answer is a result too; only a server that is gone raises `ServerGoneError`.
 """
 
 import asyncio
@@ -8,27 +8,26 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
 from eyas.bench.counters import Counters, read_counters
-from eyas.bench.stream import Arrival, StreamedAnswer, error_message, parse_stream
-from eyas.remote.address import Address
+from eyas.bench.stream import Arrival, StreamedAnswer, parse_stream
+from eyas.remote.address import Address, error_message
+from eyas.remote.server_pool import CONNECTION_ERRORS, describe_failure
 
 PROBE_SECONDS = 10.0
-_BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 _CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
-"""What a kept connection says that the server has closed."""
+"""Raised if the server has closed a kept-alive connection."""
 
 
 class ServerGoneError(Exception):
-    """Nobody answers any more."""
+    """The server does not answer any more."""
 
 
 class Client:
-    """A server's counterpart for one run; connections are made anew for each, as none may be left from before."""
+    """Client of one server for one run, so that no run reuses the connections of another."""
 
     def __init__(self, address: Address, *, timeout: float) -> None:
         self._address, self._timeout = address, timeout
@@ -43,22 +42,19 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     def begin(self) -> None:
-        """Count times from now."""
+        """Reset the clock."""
         self._began = time.perf_counter()
 
     @property
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since `begin`."""
         return time.perf_counter() - self._began
 
     async def ask(self, path: str, body: Mapping[str, Any], *, key: str, category: str, turn: int) -> StreamedAnswer:
-        """Send, and read the stream to its end."""
         payload = json.dumps(body).encode()
         arrivals: list[Arrival] = []
         asked = StreamedAnswer(key=key, category=category, turn=turn, sent=self.now)
@@ -68,19 +64,17 @@ class Client:
             except _CLOSED:
                 if arrivals:
                     raise
-                # Some servers (llama.cpp's) close behind an answer and do not say so. The clock goes on meanwhile.
+                # Some servers (llama.cpp's) close after an answer without saying so: send again, on the same clock.
                 status = await self._post(path, payload, arrivals)
-        except _BROKEN as error:
+        except CONNECTION_ERRORS as error:
             await self.get("/v1/models")  # raises if the server is gone
-            reason = f"timed out after {self._timeout:g} s" if isinstance(error, TimeoutError) else _reason(error)
-            return replace(asked, error=reason)
+            return replace(asked, error=describe_failure(error, self._timeout))
         if status != 200:
-            told = _message(b"".join(data for _, data in arrivals))
-            return replace(asked, error=f"{status}: {told}")
+            return replace(asked, error=f"{status}: {error_message(b''.join(data for _, data in arrivals))}")
         return parse_stream(asked, arrivals)
 
     async def _post(self, path: str, payload: bytes, arrivals: list[Arrival]) -> int:
-        """Add what comes to `arrivals`; the status."""
+        """Append the body to `arrivals` as it comes; return the status."""
         async with self._session.post(
             self._address.url + path, data=payload, headers={"content-type": "application/json"}
         ) as response:
@@ -89,29 +83,13 @@ class Client:
             return response.status
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body; raises if the server is gone."""
+        """Status and body; raises `ServerGoneError` if there is no answer."""
         try:
             async with asyncio.timeout(PROBE_SECONDS), self._session.get(self._address.url + path) as response:
                 return response.status, await response.read()
-        except _BROKEN as error:
-            raise ServerGoneError(_reason(error)) from error
+        except CONNECTION_ERRORS as error:
+            raise ServerGoneError(describe_failure(error, PROBE_SECONDS)) from error
 
     async def counters(self) -> Counters | None:
-        """The server's own counts, where it tells them."""
         status, body = await self.get("/metrics")
         return read_counters(body.decode("utf-8", "replace")) if status == 200 else None
-
-
-def _message(body: bytes) -> str:
-    try:
-        return error_message(json.loads(body))
-    except ValueError:
-        return error_message(body.decode("utf-8", "replace"))
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return f"no connection ({error.os_error.strerror or error.os_error})"
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return f"the connection broke ({error or type(error).__name__})"

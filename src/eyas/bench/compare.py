@@ -1,4 +1,4 @@
-"""Two records side by side: what changed, and whether it is more than the spread of either."""
+"""Comparison of two bench records: changes, and whether they exceed the spread of repetitions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ MUST_AGREE = (
 
 
 def compare(before: Record, after: Record) -> Json:
-    """Rows that both have, and what makes them hard to compare."""
+    """Changes in the rows that both records have, and differences in how they were measured."""
     pairs = list(_pairs(before["rows"], after["rows"]))
     if not pairs:
         raise UserError(
@@ -33,7 +33,7 @@ def compare(before: Record, after: Record) -> Json:
 
 
 def _pairs(before: Sequence[Record], after: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
-    """By server, mode and load; where each has one server only, its name does not matter."""
+    """Rows of equal server, mode and load; if each record has only one server, names may differ."""
     alone = _alone(before, after)
 
     def place(row: Record) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def _differences(before: Record, after: Record) -> Iterator[str]:
 
 
 def _same_texts(before: Record, after: Record) -> Json:
-    """How many answers are the same in both, wherever the same was asked in the same mode under the same load."""
+    """How many answers to the same requests, in the same mode and load, are equal in both."""
     alone = _alone(before["rows"], after["rows"])
     texts = [_texts(record, alone) for record in (before, after)]
     shared = texts[0].keys() & texts[1].keys()

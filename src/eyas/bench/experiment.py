@@ -1,7 +1,7 @@
-"""Everything in order: warm up, then every load by every mode in turn, repetition after repetition.
+"""Experiment: warm-up, then every load by every mode, repetition after repetition.
 
-Modes alternate within a repetition, and their order from one to the next, so that a machine's moods fall on all alike.
-What was measured stays measured: whatever ends the experiment early, `runs` holds what there was until then.
+Modes alternate within a repetition, and their order reverses in the next, so that changes of the machine's speed affect
+all alike. If the experiment ends early, `runs` holds what was measured until then.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.bench.client import Client, ServerGoneError
-from eyas.bench.client_overhead import ClientOverhead
 from eyas.bench.counters import Counters
-from eyas.bench.load import Load, run_load
+from eyas.bench.load import ClientOverhead, Load, run_load
 from eyas.bench.requests import RequestOptions, converse
 from eyas.bench.stream import StreamedAnswer
 from eyas.bench.variants import Variant
@@ -22,7 +21,7 @@ PREFILL_USERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """What is to be measured."""
+    """Modes, loads and requests of an experiment."""
 
     variants: tuple[Variant, ...]
     loads: tuple[Load, ...]
@@ -30,15 +29,15 @@ class ExperimentConfig:
     options: RequestOptions
     repetitions: int = 3
     warmup: int | None = None
-    """Requests before each mode and load is measured; None is one for each user."""
+    """Unmeasured requests before each mode and load; None is one for each user."""
     prefill: bool = True
-    """Whether every prompt is asked once for a single token beforehand, so that prefix caches find all modes alike."""
+    """Send every prompt once beforehand, for one token, so that all modes meet the same prefix cache."""
     timeout: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One mode under one load, once."""
+    """One repetition of one mode under one load."""
 
     variant: Variant
     load: Load
@@ -47,32 +46,35 @@ class Run:
     seconds: float
     """From the first request to the last token."""
     whole: bool
-    """False where it was broken off."""
+    """False if it was interrupted."""
     counters: Counters | None
-    """What the server counted meanwhile."""
+    """Increase of the server's counters during the run."""
     client_cpu_share: float
     client_late: tuple[float, ...]
 
+    @property
+    def good(self) -> list[StreamedAnswer]:
+        return [answer for answer in self.answers if answer.error is None]
+
 
 Step = Callable[[str, int, int], None]
-"""Is told what is done, and how much of how much."""
+"""Progress callback: current step, steps done, steps in all."""
 
 
 class Experiment:
-    """Measures every mode under every load, as its config says."""
+    """Measures every mode under every load."""
 
     def __init__(self, config: ExperimentConfig, *, step: Step, measured: Callable[[], None]) -> None:
         self.config = config
         self.runs: list[Run] = []
         self.problems: list[str] = []
-        """What went wrong with servers, in words."""
         self.whole = False
-        """Whether it came to its end with every server."""
+        """Complete for every server."""
         self._step, self._measured = step, measured
         self._gone: set[str] = set()
 
     async def run(self) -> None:
-        """From warm-up to the last repetition. A server that is gone is left out from then on."""
+        """Run all; a server that is gone is left out from then on."""
         config = self.config
         await self._prefill()
         for load in config.loads:
@@ -107,7 +109,7 @@ class Experiment:
     async def _send_unmeasured(
         self, variant: Variant, load: Load, tasks: Sequence[Task], options: RequestOptions, what: str
     ) -> None:
-        """Unmeasured requests. Where none succeeds, measuring would be in vain."""
+        """Send requests that are not measured; give the server up if none succeeds."""
         self._step(f"{variant.name}, {variant.mode}, {load.label}: {what}", 0, 0)
         answers: list[StreamedAnswer] = []
         try:

@@ -1,6 +1,11 @@
-"""How requests come: a number of users who ask one after another, or a rate that does not wait for answers."""
+"""Load on a server: a number of users who ask in turn (closed loop), or a request rate (open loop).
+
+Also measures the client's own overhead: one thread reads all streams, so its share of a core and its delay at waking up
+say how far the measured times can be trusted.
+"""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -8,10 +13,14 @@ from random import Random
 from eyas.bench.workload import Task
 from eyas.errors import UserError
 
+TICK = 0.02
+BUSY = 0.5
+"""Share of a core from which bursts of tokens wait in the client."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Closed loop, with users, or open loop, with a rate."""
+    """Closed loop with `users`, or open loop with `rate`."""
 
     users: int | None = None
     rate: float | None = None
@@ -27,16 +36,15 @@ class Load:
 
     @property
     def label(self) -> str:
-        """For people."""
         return f"{self.users} user{'s' if self.users != 1 else ''}" if self.users is not None else f"{self.rate:g}/s"
 
 
 Converse = Callable[[Task, int], Awaitable[None]]
-"""Has a conversation, of that many turns at most."""
+"""Holds a conversation of at most this many turns."""
 
 
 async def run_load(load: Load, tasks: Sequence[Task], converse: Converse, *, seed: int) -> None:
-    """All tasks under a load. What goes wrong in one ends all."""
+    """Run all tasks under a load. An exception in one ends all."""
     if load.users is not None:
         waiting = iter(tasks)
 
@@ -44,7 +52,7 @@ async def run_load(load: Load, tasks: Sequence[Task], converse: Converse, *, see
             for task in waiting:
                 await converse(task, task.requests)
 
-        await _all([user() for _ in range(min(load.users, len(tasks)))])
+        await _gather([user() for _ in range(min(load.users, len(tasks)))])
         return
 
     assert load.rate is not None
@@ -54,13 +62,13 @@ async def run_load(load: Load, tasks: Sequence[Task], converse: Converse, *, see
 
     async def visitor(task: Task, when: float) -> None:
         await asyncio.sleep(max(0.0, began + when - clock()))
-        await converse(task, 1)  # a second turn would come when an answer ends, not when the rate says
+        await converse(task, 1)  # a second turn would arrive when an answer ends, not at the given rate
 
-    await _all([visitor(task, when) for task, when in zip(tasks, times, strict=True)])
+    await _gather([visitor(task, when) for task, when in zip(tasks, times, strict=True)])
 
 
 def arrival_times(rate: float, count: int, seed: int) -> list[float]:
-    """A Poisson process: each gap is exponential, the first request comes at once."""
+    """Arrival times of a Poisson process, the first at 0."""
     draw, when, times = Random(seed), 0.0, []
     for _ in range(count):
         times.append(when)
@@ -68,11 +76,39 @@ def arrival_times(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-async def _all(works: Sequence[Awaitable[None]]) -> None:
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def _gather(coroutines: Sequence[Awaitable[None]]) -> None:
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class ClientOverhead:
+    """Context manager that measures the client's CPU share and wake-up delays."""
+
+    def __init__(self) -> None:
+        self.late: list[float] = []
+        """Seconds by which each tick came late."""
+        self._cpu = self._wall = 0.0
+        self.cpu_share = 0.0
+        """CPU seconds per second."""
+
+    async def __aenter__(self) -> "ClientOverhead":
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+        self._watch = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        seconds = time.perf_counter() - self._wall
+        self.cpu_share = (time.process_time() - self._cpu) / seconds if seconds > 0 else 0.0
+
+    async def _tick(self) -> None:
+        while True:
+            due = time.perf_counter() + TICK
+            await asyncio.sleep(TICK)
+            self.late.append(max(0.0, time.perf_counter() - due))

@@ -1,24 +1,58 @@
-"""From runs to rows: one row for each server, mode and load. The formulas are in docs/bench.md."""
+"""Rows of a bench: one for each server, mode and load. The formulas are in docs/bench.md."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from eyas.bench.counters import Counters
-from eyas.bench.draft_counts import DraftCounts, pooled
+import numpy as np
+
+from eyas.bench.counters import DraftCounts, pooled
 from eyas.bench.experiment import Run
 from eyas.bench.load import Load
-from eyas.bench.statistics import Json, percentiles, spread
 from eyas.bench.stream import StreamedAnswer
 from eyas.bench.variants import PLAIN
 
-Place = tuple[str, int]
-"""A conversation's key and the turn."""
+Json = dict[str, Any]
 NAMED = 5
-"""So many answers that differ are named."""
+"""Number of differing answers, and of kinds of failures, that a row names."""
+PERCENTILES = (50, 90, 95, 99)
+
+
+def rounded(value: float | None) -> float | None:
+    """A number as records have it."""
+    return None if value is None else round(value, 4)
+
+
+def spread(values: Iterable[float | None]) -> Json | None:
+    """Median, lowest and highest over repetitions; None if there are none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {
+        "median": rounded(median(known)),
+        "low": rounded(min(known)),
+        "high": rounded(max(known)),
+        "all": [rounded(value) for value in known],
+    }
+
+
+def percentiles(values: Iterable[float | None], *, scale: float = 1.0) -> Json:
+    """Count, mean and percentiles, interpolated linearly."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {"count": 0, "mean": None, **{f"p{share}": None for share in PERCENTILES}}
+    scaled = np.asarray(known, dtype=np.float64) * scale
+    found = np.percentile(scaled, PERCENTILES)
+    return {
+        "count": len(known),
+        "mean": rounded(float(scaled.mean())),
+        **{f"p{share}": rounded(float(value)) for share, value in zip(PERCENTILES, found, strict=True)},
+    }
 
 
 def make_rows(runs: Sequence[Run]) -> list[Json]:
-    """All rows, in the order they were first measured."""
+    """All rows, in the order in which they were first measured."""
     cells: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         cells.setdefault((run.variant.name, run.variant.mode, run.load.label), []).append(run)
@@ -26,17 +60,20 @@ def make_rows(runs: Sequence[Run]) -> list[Json]:
 
 
 def row_label(row: Mapping[str, Any]) -> str:
-    """A row's name."""
+    """Server, mode and load of a row, in words."""
     return f"{row['server']}, {row['mode']}, {Load(users=row['users'], rate=row['rate']).label}"
 
 
 def _row(runs: Sequence[Run], baseline: Sequence[Run]) -> Json:
-    """Whole runs count; broken ones only where there is nothing else, and the row says so."""
+    """The row of these runs; broken ones are used only if there is no whole one, and the row is marked."""
     used = [run for run in runs if run.whole] or list(runs)
     first = used[0]
-    good = [answer for run in used for answer in run.answers if answer.error is None]
+    good = [answer for run in used for answer in run.good]
     failed = [answer for run in used for answer in run.answers if answer.error is not None]
-    is_baseline = first.variant.mode == PLAIN
+    plain = {} if first.variant.mode == PLAIN else {run.repetition: run for run in baseline}
+    pairs = [(run, plain[run.repetition]) for run in used if run.repetition in plain]
+    counted = [run.counters for run in used if run.counters is not None]
+    generated = [one.generated for one in counted if one.generated is not None]
     return {
         "server": first.variant.name,
         "mode": first.variant.mode,
@@ -46,77 +83,70 @@ def _row(runs: Sequence[Run], baseline: Sequence[Run]) -> Json:
         "repetitions": len(used),
         "requests": len(good),
         "failed": len(failed),
-        "failures": _failures(failed),
+        "failures": dict(Counter(str(answer.error) for answer in failed).most_common(NAMED)),
         "output_tokens": sum(answer.tokens for answer in good),
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
-        "tokens_per_second": spread([throughput(run) for run in used if run.seconds > 0]),
-        "user_tokens_per_second": spread([speed for run in used if (speed := user_speed(run.answers)) is not None]),
-        "requests_per_second": spread([len(_good(run)) / run.seconds for run in used if run.seconds > 0]),
-        "request_tokens_per_second": percentiles([a.tokens / a.seconds for a in good if a.seconds > 0]),
-        "time_to_first_token_ms": percentiles(
-            [a.time_to_first_token for a in good if a.time_to_first_token is not None], scale=1e3
-        ),
-        "time_per_output_token_ms": percentiles(
-            [a.time_per_output_token for a in good if a.time_per_output_token is not None], scale=1e3
-        ),
-        "inter_token_latency_ms": percentiles([gap for a in good for gap in a.event_gaps], scale=1e3),
-        "chunk_gap_ms": percentiles([gap for a in good for gap in a.chunk_gaps], scale=1e3),
-        "latency_ms": percentiles([a.seconds for a in good], scale=1e3),
-        "tokens_per_chunk": round(sum(a.tokens for a in good) / chunks, 4) if (chunks := _chunks(good)) else None,
+        "tokens_per_second": spread(throughput(run) for run in used),
+        "user_tokens_per_second": spread(user_speed(run.answers) for run in used),
+        "requests_per_second": spread(_ratio(len(run.good), run.seconds) for run in used),
+        "request_tokens_per_second": percentiles(_ratio(a.tokens, a.seconds) for a in good),
+        "time_to_first_token_ms": percentiles((a.time_to_first_token for a in good), scale=1e3),
+        "time_per_output_token_ms": percentiles((a.time_per_output_token for a in good), scale=1e3),
+        "inter_token_latency_ms": percentiles((gap for a in good for gap in a.event_gaps), scale=1e3),
+        "chunk_gap_ms": percentiles((gap for a in good for gap in a.chunk_gaps), scale=1e3),
+        "latency_ms": percentiles((a.seconds for a in good), scale=1e3),
+        "tokens_per_chunk": _tokens_per_chunk(good),
         "acceptance": acceptance(used),
-        "server_counted_tokens": _generated(used),
-        "prefix_cache_share": _prefix_share([run.counters for run in used]),
-        "against_plain": None if is_baseline else _against(used, baseline),
-        "same_as_plain": None if is_baseline else _compared(used, baseline),
-        "same_again": _repeated(used),
+        "server_counted_tokens": sum(generated) if len(generated) == len(used) else None,
+        "prefix_cache_share": rounded(
+            _ratio(sum(one.prefix_hits for one in counted), sum(one.prefix_queries for one in counted))
+        ),
+        "against_plain": _against(pairs),
+        "same_as_plain": _agreement(pairs),
+        # A server that does not repeat its own answers cannot be expected to repeat those of plain decoding.
+        "same_again": _agreement([(run, used[0]) for run in used[1:]]),
         "categories": _categories(good),
         "client": {
-            "cpu_share": round(max(run.client_cpu_share for run in used), 4),
-            "late_ms": percentiles([late for run in used for late in run.client_late], scale=1e3),
+            "cpu_share": rounded(max(run.client_cpu_share for run in used)),
+            "late_ms": percentiles((late for run in used for late in run.client_late), scale=1e3),
         },
     }
 
 
-def throughput(run: Run) -> float:
-    """Output tokens of the whole server per second."""
-    return sum(answer.tokens for answer in _good(run)) / run.seconds
+def throughput(run: Run) -> float | None:
+    """Output tokens of the server per second."""
+    return _ratio(sum(answer.tokens for answer in run.good), run.seconds)
 
 
 def user_speed(answers: Sequence[StreamedAnswer]) -> float | None:
-    """Output tokens per second that a user has who waits for an answer, the wait for its first token included."""
+    """Output tokens per second of waiting for answers, time to the first token included."""
     good = [answer for answer in answers if answer.error is None]
-    waited = sum(answer.seconds for answer in good)
-    return sum(answer.tokens for answer in good) / waited if waited > 0 else None
+    return _ratio(sum(answer.tokens for answer in good), sum(answer.seconds for answer in good))
 
 
 def acceptance(runs: Sequence[Run]) -> Json:
-    """Pooled over requests where they tell, else from the server's counts; and how it differs between requests."""
-    answers = [answer for run in runs for answer in _good(run)]
-    told = pooled(answer.draft_counts for answer in answers)
-    # What the requests tell is theirs alone; counts of the server include whoever else asks.
+    """Acceptance pooled over requests if responses report it, else from the server's counters."""
+    own = [answer.draft_counts for run in runs for answer in run.good]
+    told = pooled(own)
+    # Counters of the server include other clients' requests.
     counted = pooled(run.counters.draft_counts if run.counters is not None else None for run in runs)
-    source, found = (
-        ("responses", told) if told is not None else ("metrics", counted) if counted is not None else (None, None)
-    )
-    lengths = [
-        a.draft_counts.length for a in answers if a.draft_counts is not None and a.draft_counts.length is not None
-    ]
+    source = "responses" if told is not None else "metrics" if counted is not None else None
     average = next((run.counters.running_average for run in reversed(runs) if run.counters is not None), None)
     return {
         "source": source,
-        **draft_counts_json(found),
-        "per_request": percentiles(lengths),
+        **draft_counts_json(told or counted),
+        "per_request": percentiles(counts.length for counts in own if counts is not None),
         "server_counted": None if counted is None else draft_counts_json(counted),
         "running_average": average,
     }
 
 
 def draft_counts_json(found: DraftCounts | None) -> Json:
-    """Counts and what follows from them."""
+    """Counts and the rates that follow, as JSON."""
     found = found or DraftCounts()
     return {
-        "length": None if found.length is None else round(found.length, 4),
-        "by_depth": [round(share, 4) for share in found.by_depth],
+        "length": rounded(found.length),
+        "by_depth": [rounded(share) for share in found.by_depth],
         "drafts": found.drafts,
         "drafted_tokens": found.drafted,
         "accepted_tokens": found.accepted,
@@ -126,114 +156,80 @@ def draft_counts_json(found: DraftCounts | None) -> Json:
     }
 
 
-def _against(runs: Sequence[Run], baseline: Sequence[Run]) -> Json | None:
-    """Ratios to the plain run of the same repetition, where the machine was in the same mood."""
-    plain = {run.repetition: run for run in baseline if run.whole and run.seconds > 0}
-    pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain and run.seconds > 0]
+def _against(pairs: Sequence[tuple[Run, Run]]) -> Json | None:
+    """Speed relative to the plain run of the same repetition, which met the machine in the same state."""
+    pairs = [(run, plain) for run, plain in pairs if plain.whole and plain.seconds > 0 and run.seconds > 0]
     if not pairs:
         return None
-    speeds = [(user_speed(run.answers), user_speed(other.answers)) for run, other in pairs]
     return {
-        "tokens_per_second": spread([throughput(run) / throughput(other) for run, other in pairs if throughput(other)]),
-        "user_tokens_per_second": spread([own / other for own, other in speeds if own is not None and other]),
+        "tokens_per_second": spread(_ratio(throughput(run), throughput(plain)) for run, plain in pairs),
+        "user_tokens_per_second": spread(
+            _ratio(user_speed(run.answers), user_speed(plain.answers)) for run, plain in pairs
+        ),
     }
 
 
-def _compared(runs: Sequence[Run], baseline: Sequence[Run]) -> Json | None:
-    plain = {run.repetition: run for run in baseline}
-    pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain]
-    return _agreement(pairs) if pairs else None
-
-
-def _repeated(runs: Sequence[Run]) -> Json | None:
-    """Against the first repetition: what a server does not repeat itself cannot be asked of its drafter."""
-    return _agreement([(run, runs[0]) for run in runs[1:]]) if len(runs) > 1 else None
-
-
-def _agreement(pairs: Sequence[tuple[Run, Run]]) -> Json:
-    """How many answers are the same. After the first that differs, a conversation is another one and not compared."""
+def _agreement(pairs: Sequence[tuple[Run, Run]]) -> Json | None:
+    """How many answers are equal. A conversation is not compared after its first difference."""
+    if not pairs:
+        return None
     same = of = 0
     different: dict[str, None] = {}
     for run, other in pairs:
-        own, theirs = _texts(run), _texts(other)
-        gone: set[str] = set()
-        for place in sorted(own.keys() & theirs.keys(), key=lambda place: place[1]):
-            if place[0] in gone:
+        own, theirs = ({(answer.key, answer.turn): answer.text for answer in one.good} for one in (run, other))
+        diverged: set[str] = set()
+        for key, turn in sorted(own.keys() & theirs.keys(), key=lambda place: place[1]):
+            if key in diverged:
                 continue
             of += 1
-            if own[place] == theirs[place]:
+            if own[key, turn] == theirs[key, turn]:
                 same += 1
             else:
-                gone.add(place[0])
-                different[f"{place[0]} turn {place[1]}"] = None
+                diverged.add(key)
+                different[f"{key} turn {turn}"] = None
     return {"same": same, "of": of, "different": list(different)[:NAMED]}
 
 
-def _texts(run: Run) -> Mapping[Place, str]:
-    return {(answer.key, answer.turn): answer.text for answer in _good(run)}
-
-
 def _categories(answers: Sequence[StreamedAnswer]) -> Json:
-    names = sorted({answer.category for answer in answers})
     table: Json = {}
-    for name in names:
+    for name in sorted({answer.category for answer in answers}):
         own = [answer for answer in answers if answer.category == name]
-        speed, draft_counts = user_speed(own), pooled(answer.draft_counts for answer in own)
         table[name] = {
             "requests": len(own),
             "output_tokens": sum(answer.tokens for answer in own),
-            "user_tokens_per_second": None if speed is None else round(speed, 4),
-            "tokens_per_chunk": round(sum(a.tokens for a in own) / chunks, 4) if (chunks := _chunks(own)) else None,
-            "acceptance_length": draft_counts_json(draft_counts)["length"],
+            "user_tokens_per_second": rounded(user_speed(own)),
+            "tokens_per_chunk": _tokens_per_chunk(own),
+            "acceptance_length": draft_counts_json(pooled(answer.draft_counts for answer in own))["length"],
         }
     return table
 
 
-def _prefix_share(counted: Sequence[Counters | None]) -> float | None:
-    asked = sum(one.prefix_queries for one in counted if one is not None)
-    return round(sum(one.prefix_hits for one in counted if one is not None) / asked, 4) if asked else None
+def _tokens_per_chunk(answers: Sequence[StreamedAnswer]) -> float | None:
+    return rounded(_ratio(sum(answer.tokens for answer in answers), sum(answer.chunks for answer in answers)))
 
 
-def _generated(runs: Sequence[Run]) -> int | None:
-    counts = [run.counters.generated if run.counters is not None else None for run in runs]
-    return None if None in counts else sum(count or 0 for count in counts)
-
-
-def _failures(failed: Sequence[StreamedAnswer]) -> dict[str, int]:
-    words: dict[str, int] = {}
-    for answer in failed:
-        words[str(answer.error)] = words.get(str(answer.error), 0) + 1
-    return dict(sorted(words.items(), key=lambda pair: -pair[1])[:NAMED])
-
-
-def _chunks(answers: Sequence[StreamedAnswer]) -> int:
-    return sum(answer.chunks for answer in answers)
-
-
-def _good(run: Run) -> list[StreamedAnswer]:
-    return [answer for answer in run.answers if answer.error is None]
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or under is None or under <= 0 else over / under
 
 
 def requests_json(run: Run) -> list[Json]:
-    """Every request of a run, without its text."""
+    """All requests of a run, without their texts."""
     rows: list[Json] = []
     for answer in sorted(run.answers, key=lambda answer: answer.sent):
-        own: dict[str, Any] = {"key": answer.key, "category": answer.category, "turn": answer.turn}
-        own["sent"] = round(answer.sent, 4)
+        row: Json = {"key": answer.key, "category": answer.category, "turn": answer.turn, "sent": rounded(answer.sent)}
         if answer.error is not None:
-            rows.append(own | {"error": answer.error})
-            continue
-        length = None if answer.draft_counts is None else answer.draft_counts.length
-        rows.append(
-            own
-            | {
+            row["error"] = answer.error
+        else:
+            first = answer.time_to_first_token
+            length = None if answer.draft_counts is None else answer.draft_counts.length
+            row |= {
                 "tokens": answer.tokens,
                 "prompt_tokens": answer.prompt_tokens,
-                "first_ms": None if answer.time_to_first_token is None else round(answer.time_to_first_token * 1e3, 2),
+                "first_ms": None if first is None else round(first * 1e3, 2),
                 "latency_ms": round(answer.seconds * 1e3, 2),
                 "chunks": answer.chunks,
-                "acceptance_length": None if length is None else round(length, 4),
+                "acceptance_length": rounded(length),
                 "text_sha256": answer.digest,
             }
-        )
+        rows.append(row)
     return rows

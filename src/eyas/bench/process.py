@@ -1,4 +1,4 @@
-"""A server that the bench starts, waits for and stops, whatever happens in between."""
+"""Server processes that the bench starts and stops."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command line with the port it will listen on."""
+    """Command line of a server, with its port."""
 
     words: tuple[str, ...]
     environment: dict[str, str]
@@ -37,7 +37,7 @@ class Command:
 
     @classmethod
     def of(cls, text: str) -> "Command":
-        """From what a user gives: `{port}` is replaced, or `--port` added, unless a port is named."""
+        """Parse a command line; `{port}` is replaced, or `--port` added unless the command names one."""
         try:
             words = shlex.split(text)
         except ValueError as error:
@@ -53,14 +53,14 @@ class Command:
             words = [word.replace("{port}", str(port)) for word in words]
         elif _named_port(words) is None:
             words += ["--port", str(port)]
-        if words[0] == "eyas":  # this one, wherever it is installed
+        if words[0] == "eyas":  # this installation
             words = [sys.executable, "-m", "eyas", *words[1:]]
         return cls(words=tuple(words), environment=environment, port=port)
 
 
 @asynccontextmanager
 async def running_server(text: str, *, api_key: str | None, seconds: float) -> AsyncIterator[Address]:
-    """Run a server for the length of the block."""
+    """Run a server until the block ends."""
     command = Command.of(text)
     with tempfile.TemporaryFile() as log:
         try:
@@ -70,7 +70,7 @@ async def running_server(text: str, *, api_key: str | None, seconds: float) -> A
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **command.environment},
-                start_new_session=True,  # Ctrl-C is for the bench, which then stops the server itself
+                start_new_session=True,  # Ctrl-C reaches the bench alone, which stops the server
             )
         except OSError as error:
             raise UserError(f"cannot start {command.words[0]!r}: {error.strerror}; check the command") from error
@@ -101,7 +101,7 @@ async def _until_ready(
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end; after a while end it, and whatever it started in its session."""
+    """Terminate the server; kill it and its child processes if it does not end in time."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

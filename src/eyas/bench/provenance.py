@@ -1,4 +1,4 @@
-"""Where, when and with what a record was made: enough to repeat it, nothing secret."""
+"""Host and versions for a bench record, and command lines without secrets."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ _SECRET = re.compile(r"((?:--api-key|\b[A-Z_]*(?:API_KEY|TOKEN))[= ]\s*)[^\s'\"]
 
 
 def host() -> dict[str, Any]:
-    """The machine that the client runs on, and how busy it is."""
+    """The client's machine and its load."""
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -25,12 +25,12 @@ def host() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what takes part in measuring."""
+    """Versions of the packages that measure."""
     return {name: _version(name) for name in PACKAGES}
 
 
 def without_secrets(text: str) -> str:
-    """A command line that may be shown: keys are hidden, also those of servers it starts."""
+    """A command line with API keys and tokens hidden."""
     return _SECRET.sub(rf"\1{HIDDEN}", text)
 
 

@@ -1,6 +1,6 @@
-"""A bench as JSON: everything that the table, the page and a comparison are made from.
+"""JSON record of a bench, from which the table, the HTML report and comparisons are made.
 
-The schema is stable: keys are added, never renamed; a change that breaks readers raises the number in `schema`.
+The schema is stable: keys are added, never renamed; a breaking change raises the number in `schema`.
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.atomic import new_file
-from eyas.bench.experiment import Experiment, ExperimentConfig, Run
-from eyas.bench.measures import acceptance, make_rows, requests_json, throughput, user_speed
+from eyas.bench.experiment import Experiment, Run
+from eyas.bench.measures import acceptance, make_rows, requests_json, rounded, throughput, user_speed
 from eyas.bench.provenance import host, versions, without_secrets
 from eyas.bench.variants import Variant
 from eyas.bench.warnings import find_warnings
@@ -23,15 +23,16 @@ Json = dict[str, Any]
 
 
 class RecordBuilder:
-    """Turns an experiment into its record, at any time."""
+    """Makes the record of an experiment, also before its end."""
 
     def __init__(self, experiment: Experiment, command: str) -> None:
         self._experiment, self._command = experiment, command
         self._started, self._host = datetime.now(UTC), host()
 
     def build(self, stopped: str | None = None) -> Json:
-        """Everything so far; `stopped` says what ended it early."""
+        """The record so far; `stopped` says what ended the experiment early."""
         experiment, config = self._experiment, self._experiment.config
+        workload = config.workload
         rows = make_rows(experiment.runs)
         return {
             "schema": SCHEMA,
@@ -42,8 +43,21 @@ class RecordBuilder:
             "command": self._command,
             "versions": versions(),
             "host": self._host | {"load_average_after": host()["load_average"]},
-            "plan": _config(config),
-            "workload": _workload(config),
+            "plan": {
+                "loads": [asdict(load) for load in config.loads],
+                "repetitions": config.repetitions,
+                "warmup": config.warmup,
+                "prefill": config.prefill,
+                "timeout": config.timeout,
+                **asdict(config.options),
+            },
+            "workload": {
+                "sha256": workload.sha256,
+                "conversations": len(workload.tasks),
+                "requests": sum(task.requests for task in workload.tasks),
+                "categories": workload.categories,
+                "files": [asdict(source) for source in workload.sources],
+            },
             "servers": [_server(variant) for variant in config.variants],
             "warnings": [*experiment.problems, *find_warnings(config, rows)],
             "rows": rows,
@@ -52,13 +66,13 @@ class RecordBuilder:
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
-    """Whole or not at all."""
+    """Write a record atomically."""
     with new_file(path) as staging:
         staging.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def read_record(path: Path) -> Json:
-    """A record that an earlier run wrote."""
+    """Read a record of an earlier bench."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -69,28 +83,6 @@ def read_record(path: Path) -> Json:
     if found != SCHEMA:
         raise UserError(f"{path} is no record of eyas bench: its schema is {found!r}, not {SCHEMA!r}")
     return dict(record)
-
-
-def _config(config: ExperimentConfig) -> Json:
-    return {
-        "loads": [asdict(load) for load in config.loads],
-        "repetitions": config.repetitions,
-        "warmup": config.warmup,
-        "prefill": config.prefill,
-        "timeout": config.timeout,
-        **asdict(config.options),
-    }
-
-
-def _workload(config: ExperimentConfig) -> Json:
-    workload = config.workload
-    return {
-        "sha256": workload.sha256,
-        "conversations": len(workload.tasks),
-        "requests": sum(task.requests for task in workload.tasks),
-        "categories": workload.categories,
-        "files": [asdict(source) for source in workload.sources],
-    }
 
 
 def _server(variant: Variant) -> Json:
@@ -110,7 +102,6 @@ def _server(variant: Variant) -> Json:
 
 
 def _run(run: Run) -> Json:
-    speed = user_speed(run.answers)
     return {
         "server": run.variant.name,
         "mode": run.variant.mode,
@@ -119,8 +110,8 @@ def _run(run: Run) -> Json:
         "repetition": run.repetition + 1,
         "whole": run.whole,
         "seconds": round(run.seconds, 4),
-        "tokens_per_second": round(throughput(run), 4) if run.seconds > 0 else None,
-        "user_tokens_per_second": None if speed is None else round(speed, 4),
+        "tokens_per_second": rounded(throughput(run)),
+        "user_tokens_per_second": rounded(user_speed(run.answers)),
         "acceptance": acceptance([run]),
         "client_cpu_share": round(run.client_cpu_share, 4),
         "requests": requests_json(run),

@@ -1,4 +1,4 @@
-"""The record of a bench as one HTML file that opens anywhere, offline: made from the record and nothing else."""
+"""HTML report of a bench record: one file that opens offline."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,15 +11,15 @@ from eyas.reports.render import lead, render
 
 Record = Mapping[str, Any]
 Interval = tuple[float | None, float | None, float | None]
-"""A value, and where its band begins and ends."""
+"""A value with the ends of its band."""
 NOTHING: Interval = (None, None, None)
 LEAST_REPETITIONS = 3
-"""Of two, the lower and the higher are all that is known: no middle, and no spread around it."""
+"""Two values have no median and no spread around it."""
 FEW = f" (too few repetitions to know the spread; at least {LEAST_REPETITIONS})"
 
 
 def render_report(record: Record) -> str:
-    """The whole file."""
+    """The HTML file."""
     servers = list(dict.fromkeys(server["name"] for server in record["servers"]))
     rows = [{**row, "label": row_label(row), "ratio": _ratio(row)} for row in record["rows"]]
     files = [f"{file['path']} {file['sha256'][:12]}" for file in record["workload"]["files"]]
@@ -60,7 +60,7 @@ def render_report(record: Record) -> str:
 
 
 def _lead(rows: Sequence[Record], compared: Sequence[Record]) -> Mapping[str, str]:
-    """What a user gets, in one line; a difference counts where no repetition contradicts it."""
+    """The first line of the report; a gain or loss counts if no repetition contradicts it."""
     if not rows:
         return lead("unknown", "Nothing was measured")
     if not compared:
@@ -86,7 +86,7 @@ def _between(low: float, high: float, spec: str) -> str:
 
 
 def _ratio(row: Record) -> Record | None:
-    """A user's tokens per second in parts of those without speculation."""
+    """Tokens per second of a user relative to plain decoding."""
     against: Record | None = row["against_plain"]
     return None if against is None else against["user_tokens_per_second"]
 
@@ -99,22 +99,10 @@ def _figures(rows: Sequence[Record], servers: Sequence[str]) -> Iterator[Figure]
     lines = [line for place, server in enumerate(servers) if (line := _depths(server, rows, place % COLOURS))]
     if lines:
         names = [str(depth) for depth in range(1, max(len(line.y) for line in lines) + 1)]
-        yield Figure(
-            title="Acceptance by depth",
-            chart=line_chart(
-                lines,
-                Axes(
-                    across="depth (token of a draft)",
-                    up="accepted drafts (%)",
-                    y_min=0.0,
-                    y_max=1.0,
-                    percent=True,
-                    names=names,
-                ),
-            ),
-            caption="Share of drafts whose token at this depth was accepted together with all before it, over all "
-            "loads.",
-        )
+        across, up = "depth (token of a draft)", "accepted drafts (%)"
+        axes = Axes(across=across, up=up, y_min=0.0, y_max=1.0, percent=True, names=names)
+        told = "Share of drafts whose token at this depth was accepted together with all before it, over all loads."
+        yield Figure(title="Acceptance by depth", chart=line_chart(lines, axes), caption=told)
 
 
 def _depths(server: str, rows: Sequence[Record], colour: int) -> Line | None:
@@ -142,26 +130,24 @@ def _by_load(rows: Sequence[Record], servers: Sequence[str], key: str, across: s
             colour=modes.index((server, mode)) % COLOURS,
         )
 
-    def figure(title: str, read: Callable[[Record], Interval], up: str, caption: str) -> Figure:
-        lines = [line(server, mode, read) for server, mode in modes]
-        axes = Axes(across=across, up=up, names=[f"{load:g}" for load in loads], y_min=0.0)
-        return Figure(title=title, chart=line_chart(lines, axes), caption=caption)
-
     bands = "Medians over repetitions; bands reach from the lowest to the highest."
     ratios = "A user's tokens per second, by repetition. 1 is no gain."
-    yield figure("Speed of a user", _spread("user_tokens_per_second"), "speed of a user (tokens/s)", bands)
-    yield figure("Throughput", _spread("tokens_per_second"), "speed of all users (tokens/s)", bands)
-    yield figure("Against no speculation", _spread("ratio"), "speed against plain (times)", ratios)
-    yield figure(
-        "Time to the first token", _tail("time_to_first_token_ms"), "wait (ms)", "Median; the band ends at p95."
-    )
-    yield figure(
-        "Time per token",
-        _tail("time_per_output_token_ms"),
-        "time per token (ms)",
-        "After the first. Median; band to p95.",
-    )
-    yield figure("Pause between chunks", _tail("chunk_gap_ms"), "pause (ms)", "What an eye sees. Median; band to p95.")
+    for title, read, up, caption in (
+        ("Speed of a user", _spread("user_tokens_per_second"), "speed of a user (tokens/s)", bands),
+        ("Throughput", _spread("tokens_per_second"), "speed of all users (tokens/s)", bands),
+        ("Against no speculation", _spread("ratio"), "speed against plain (times)", ratios),
+        ("Time to the first token", _tail("time_to_first_token_ms"), "wait (ms)", "Median; the band ends at p95."),
+        (
+            "Time per token",
+            _tail("time_per_output_token_ms"),
+            "time per token (ms)",
+            "After the first. Median; band to p95.",
+        ),
+        ("Pause between chunks", _tail("chunk_gap_ms"), "pause (ms)", "Between arrivals of text. Median; band to p95."),
+    ):
+        lines = [line(server, mode, read) for server, mode in modes]
+        axes = Axes(across=across, up=up, names=[f"{load:g}" for load in loads], y_min=0.0)
+        yield Figure(title=title, chart=line_chart(lines, axes), caption=caption)
 
 
 def _spread(key: str) -> Callable[[Record], Interval]:

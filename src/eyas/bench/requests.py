@@ -1,4 +1,4 @@
-"""What is sent: a task and its turns as bodies of OpenAI's API, with the options of a bench."""
+"""Requests of a bench: bodies of OpenAI's API for the turns of a task."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from eyas.errors import UserError
 Endpoint = Literal["chat", "completions"]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MINE = ("model", "messages", "prompt", "stream", "stream_options")
-"""Fields that belong to the bench."""
+"""Fields that only the bench may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How every request is made."""
+    """Options of all requests."""
 
     endpoint: Endpoint = "chat"
     max_tokens: int = 128
@@ -25,7 +25,6 @@ class RequestOptions:
     seed: int = 0
     ignore_eos: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the body, as the server knows them."""
 
     def __post_init__(self) -> None:
         for name in MINE:
@@ -33,7 +32,7 @@ class RequestOptions:
                 raise UserError(f"--extra-body sets {name!r}, which is the bench's own; leave it out")
 
     def body(self, model: str, task: Task, said: Sequence[Mapping[str, Any]], place: int) -> tuple[str, dict[str, Any]]:
-        """Path and body of a turn, after what was said before it."""
+        """Path and body of a turn; `said` are the messages up to it."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": self.max_tokens,
@@ -44,7 +43,7 @@ class RequestOptions:
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.temperature > 0:
-            body["seed"] = self.seed + place  # another one for each request, the same in each repetition
+            body["seed"] = self.seed + place  # differs by request, equal in all repetitions
         body |= self.extra
         if task.ids:
             return COMPLETIONS, body | {"prompt": list(task.ids)}
@@ -62,7 +61,7 @@ async def converse(
     turns: int,
     answers: list[StreamedAnswer],
 ) -> None:
-    """Ask turn by turn, each after the server's own answers to those before; answers are noted as they come."""
+    """Ask turn by turn, each after the server's earlier answers; append each answer to `answers`."""
     said = list(task.context)
     if task.ids or options.endpoint == "completions":
         turns = 1
@@ -73,5 +72,5 @@ async def converse(
         answer = await client.ask(path, body, key=task.key, category=task.category, turn=turn + 1)
         answers.append(answer)
         if answer.error is not None:
-            return  # what follows would ask about an answer that is not there
+            return  # the next turn would refer to a missing answer
         said.append({"role": "assistant", "content": answer.text})

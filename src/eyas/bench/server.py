@@ -1,4 +1,4 @@
-"""What a server is, found out by asking it: its model, its kind, and whether it drafts."""
+"""Identifies a server by asking it: model, kind, and whether it drafts."""
 
 import json
 from collections.abc import Mapping
@@ -20,22 +20,21 @@ class ServerInfo:
     address: Address
     model: str
     kind: str
-    """eyas, vllm, sglang or other."""
     card: Mapping[str, Any]
-    """What it says of its model."""
+    """The model's entry in /v1/models."""
     version: str | None
     drafts: bool | None
-    """Whether it speculates; None where it does not tell."""
+    """None where the server does not report it."""
     own_depths: bool = True
-    """Whether a request to eyas may forgo drafting."""
+    """Whether requests to eyas may turn drafting off."""
     command: str | None = None
-    """What started it, where the bench did."""
+    """Command line, if the bench started it."""
 
 
 async def identify(
     name: str, address: Address, *, model: str | None, timeout: float, command: str | None = None
 ) -> ServerInfo:
-    """Ask a server who it is; refuse what is no OpenAI server or does not serve the model."""
+    """Identify a server; raises if it is not OpenAI-compatible or does not serve the model."""
     async with Client(address, timeout=timeout) as client:
         try:
             card = read_model_card(await client.get("/v1/models"), address, model)

@@ -1,6 +1,6 @@
-"""From the bytes of a stream and the times they came to one answer with its times. Pure: no socket, no clock.
+"""Parses an OpenAI event stream, as bytes with arrival times, into an answer with its latencies.
 
-The stream is read as it comes and parsed afterwards, so that parsing one does not delay reading another.
+Parsing happens after the stream was read, so that it does not delay the reading of other streams.
 """
 
 import json
@@ -10,68 +10,64 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
-from eyas.bench.draft_counts import DraftCounts, draft_counts_of_event
+from eyas.bench.counters import DraftCounts, draft_counts_of_event
+from eyas.remote.address import error_message
 
 Arrival = tuple[float, bytes]
-"""When it came, in seconds, and what."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedAnswer:
-    """One request and what became of it. Times are seconds since the run began."""
+    """A request with its answer or error. Times are seconds since the run began."""
 
     key: str
     category: str
     turn: int
     sent: float
     first: float | None = None
-    """When the first text came."""
+    """Arrival of the first text."""
     last: float | None = None
-    """When the last text or the reason of its end came."""
+    """Arrival of the last text or of the finish reason."""
     text: str = ""
     tokens: int = 0
     prompt_tokens: int = 0
     chunk_gaps: tuple[float, ...] = ()
-    """Between arrivals of text: how it moves on the screen."""
+    """Seconds between arrivals of text."""
     event_gaps: tuple[float, ...] = ()
-    """Between events that carry a choice, with or without text: what `vllm bench serve` calls inter-token latency."""
+    """Seconds between events with a choice: the inter-token latency of `vllm bench serve`."""
     draft_counts: DraftCounts | None = None
     error: str | None = None
 
     @property
     def seconds(self) -> float:
-        """From sending to the last token."""
         return (self.last if self.last is not None else self.sent) - self.sent
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Until the first text."""
         return None if self.first is None else self.first - self.sent
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds per token after the first."""
         if self.first is None or self.last is None or self.tokens < 2:
             return None
         return (self.last - self.first) / (self.tokens - 1)
 
     @property
     def chunks(self) -> int:
-        """In how many pieces the text came."""
+        """Number of pieces in which the text came."""
         return len(self.chunk_gaps) + (self.first is not None)
 
     @property
     def digest(self) -> str:
-        """Of the text: enough to see whether two answers are the same."""
         return sha256(self.text.encode()).hexdigest()[:16]
 
 
 class StreamError(Exception):
-    """What came is no stream of OpenAI's."""
+    """The bytes are not an OpenAI event stream."""
 
 
 def parse_stream(asked: StreamedAnswer, arrivals: Sequence[Arrival]) -> StreamedAnswer:
-    """The answer in a stream that was read to its end, or what is wrong with it."""
+    """The answer in a complete stream, or the error in it."""
     try:
         return _parse_events(asked, _events(arrivals))
     except StreamError as error:
@@ -120,14 +116,14 @@ def _parse_events(asked: StreamedAnswer, events: Sequence[tuple[float, Mapping[s
 
 
 def _events(arrivals: Sequence[Arrival]) -> list[tuple[float, Mapping[str, Any]]]:
-    """The events, each with the time its last byte came."""
+    """The events, each with the arrival time of its last byte."""
     events: list[tuple[float, Mapping[str, Any]]] = []
     rest = b""
     for when, data in arrivals:
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):
-                continue  # an empty line, a comment that keeps the connection open, or the name of an event
+                continue  # an empty line, a keep-alive comment, or an event name
             payload = line[5:].strip()
             if payload == b"[DONE]":
                 continue
@@ -144,7 +140,7 @@ def _events(arrivals: Sequence[Arrival]) -> list[tuple[float, Mapping[str, Any]]
 
 
 def _choice(choice: object) -> tuple[str, bool]:
-    """Its text, and whether it ends the answer."""
+    """The text of a choice, and whether it has a finish reason."""
     if not isinstance(choice, dict):
         raise StreamError(f"a choice is no object: {_short(choice)}")
     delta = choice.get("delta")
@@ -157,14 +153,6 @@ def _choice(choice: object) -> tuple[str, bool]:
 
 def _between(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(later - earlier for earlier, later in pairwise(times))
-
-
-def error_message(body: object) -> str:
-    """What an error of OpenAI's format says, or as much of another as fits a line."""
-    error = body.get("error") if isinstance(body, dict) else None
-    if isinstance(error, dict) and isinstance(error.get("message"), str):
-        return str(error["message"])
-    return _short(error or (body.get("message") or body.get("detail") if isinstance(body, dict) else None) or body)
 
 
 def _short(what: object) -> str:

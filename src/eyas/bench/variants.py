@@ -1,4 +1,4 @@
-"""With and without drafting: per request where the server can, otherwise by a second server of the same name."""
+"""Modes to measure: with and without drafting, per request where the server can, else by a second server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from eyas.errors import UserError
 
 SPECULATIVE, PLAIN, AS_SERVED = "speculative", "plain", "as served"
 OFF = {"speculative": {"mode": "off"}}
-"""How a request to eyas forgoes drafting."""
+"""Request fields that turn drafting off in eyas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Variant:
     """A server, with or without drafting."""
 
     name: str
-    """Of the server it is shown under: a plain server beside a drafting one has its name."""
+    """Shown in reports; a plain server used as the baseline has the name of the drafting one."""
     mode: str
     server: ServerInfo
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Variant:
 def list_variants(
     servers: Sequence[ServerInfo], baselines: Mapping[str, ServerInfo], *, baseline: bool
 ) -> tuple[Variant, ...]:
-    """The modes to measure, each drafting one beside its plain one."""
+    """The modes to measure, each with its plain baseline if there is one."""
     variants: list[Variant] = []
     for server in servers:
         mode = {True: SPECULATIVE, False: PLAIN, None: AS_SERVED}[server.drafts]

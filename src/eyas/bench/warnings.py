@@ -1,22 +1,22 @@
-"""What a reader must know before believing the figures: found in the rows, said in words."""
+"""Warnings about the figures of a bench, found in its rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eyas.bench.client_overhead import BUSY
 from eyas.bench.experiment import ExperimentConfig
+from eyas.bench.load import BUSY
 from eyas.bench.measures import row_label
 from eyas.bench.variants import PLAIN
 
 Row = Mapping[str, Any]
 UNLIKE = 0.1
-"""Prefix caches that differ by this share make times to the first token incomparable."""
+"""Difference of prefix cache hit rates from which times to the first token do not compare."""
 OTHERS = 0.03
-"""More tokens than this share beyond our own, and somebody else was options."""
+"""Share of tokens beyond our own from which another client must have used the server."""
 
 
 def find_warnings(config: ExperimentConfig, rows: Sequence[Row]) -> list[str]:
-    """All of them, the gravest first."""
+    """All warnings, the gravest first."""
     return [
         *_failures(rows),
         *_client(rows),
@@ -33,9 +33,9 @@ def _failures(rows: Sequence[Row]) -> Iterator[str]:
         if row["failed"]:
             first = next(iter(row["failures"]))
             asked = row["failed"] + row["requests"]
-            yield f"{row_label(row)}: {row['failed']} of {asked} requests failed and are in no figure: {first}"
+            yield f"{row_label(row)}: {row['failed']} of {asked} requests failed and are left out: {first}"
         if not row["whole"]:
-            yield f"{row_label(row)}: broken off; figures are of the {row['requests']} answers until then"
+            yield f"{row_label(row)}: interrupted; figures cover the {row['requests']} answers until then"
 
 
 def _client(rows: Sequence[Row]) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _client(rows: Sequence[Row]) -> Iterator[str]:
         if late is not None and gap is not None and late > max(5.0, gap / 2):
             yield (
                 f"{row_label(row)}: the client woke up to {late:.0f} ms late where chunks came every {gap:.0f} ms: "
-                "percentiles of gaps are its own as much as the server's"
+                "percentiles of gaps include the client's own delays"
             )
 
 
@@ -110,5 +110,5 @@ def _variation(rows: Sequence[Row]) -> Iterator[str]:
         if found and found["median"] and (found["high"] - found["low"]) / found["median"] > 0.25:
             yield (
                 f"{row_label(row)}: repetitions lie between {found['low']:.1f} and {found['high']:.1f} tokens/s: "
-                "a restless machine; repeat more often"
+                "the machine is unsteady; repeat more often"
             )

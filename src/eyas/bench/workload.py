@@ -1,7 +1,7 @@
-"""What is asked: conversations from files, or token ids of given lengths, in an order that a seed fixes.
+"""Workload of a bench: conversations from files, or random token ids, in an order that a seed fixes.
 
-Spec-Bench, SPEED-Bench and EAGLE's question files all say `turns` and `category`; messages and bare prompts go as well.
-Records that cannot be read are left out and told, never silently: a file cut off by a download is still of use.
+Spec-Bench, SPEED-Bench and EAGLE's question files have `turns` and `category`; messages and bare prompts work as well.
+Records that cannot be read are skipped and reported, so that a file cut off by a download is still of use.
 """
 
 import hashlib
@@ -16,38 +16,37 @@ from eyas.data.conversations import Conversation, parse_conversation
 from eyas.data.files import read_conversations
 from eyas.errors import UserError
 
-# SPEED-Bench is published with this in place of texts that its own script must fetch.
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Placeholder in SPEED-Bench for texts that its own script fetches."""
 FIRST_ID = 256
-"""Synthetic prompts keep clear of the special tokens that most vocabularies begin with."""
+"""First id of synthetic prompts: most vocabularies begin with special tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One conversation: what was said before, and what the user says, turn by turn."""
+    """A conversation: messages before the first question, and the user's turns."""
 
     key: str
     category: str
     context: tuple[Mapping[str, Any], ...] = ()
     turns: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
-    """A synthetic prompt, instead of turns."""
+    """Synthetic prompt, instead of turns."""
 
     @property
     def requests(self) -> int:
-        """How many answers it asks for."""
         return max(1, len(self.turns))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file, and how much of it could be read."""
+    """A file and how many of its records were used."""
 
     path: str
     sha256: str
     read: int
     left_out: tuple[str, ...]
-    """What was wrong with the others, each with its line."""
+    """Errors of the others, each with its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +58,18 @@ class Workload:
 
     @property
     def sha256(self) -> str:
-        """Of the tasks themselves: equal means that the same was asked in the same order."""
+        """Digest of the tasks in their order, their keys aside."""
         told = json.dumps([asdict(task) | {"key": None} for task in self.tasks], sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()
 
     @property
     def categories(self) -> dict[str, int]:
-        """How many tasks each has, the largest first."""
         names = [task.category for task in self.tasks]
         return dict(sorted(((name, names.count(name)) for name in set(names)), key=lambda pair: (-pair[1], pair[0])))
 
 
 def read_workload(files: Sequence[Path], *, limit: int | None, turns: int | None, seed: int) -> Workload:
-    """Read files and choose from them, evenly over categories."""
+    """Read files and sample tasks evenly over categories."""
     tasks: list[Task] = []
     sources = []
     for file in files:
@@ -86,7 +84,7 @@ def read_workload(files: Sequence[Path], *, limit: int | None, turns: int | None
 
 
 def synthetic_workload(prompt_tokens: int, *, tasks: int, vocabulary: int, seed: int) -> Workload:
-    """Prompts of random ids, exactly this long: for load, not for acceptance, as no drafter can guess at them."""
+    """Prompts of random ids, for load only: no drafter can predict such text."""
     if vocabulary < 4:
         raise UserError(f"a vocabulary of {vocabulary} has no room for prompts; give --vocab 4 or more")
     draw, first = Random(seed), min(FIRST_ID, vocabulary // 2)
@@ -96,7 +94,7 @@ def synthetic_workload(prompt_tokens: int, *, tasks: int, vocabulary: int, seed:
 
 
 def sample_tasks(tasks: Sequence[Task], *, limit: int | None, seed: int) -> tuple[Task, ...]:
-    """As many as asked for, from every category in turn, then mixed."""
+    """Take up to `limit` tasks from the categories in turn, and shuffle them."""
     draw = Random(seed)
     piles: dict[str, list[Task]] = {}
     for task in tasks:
@@ -129,7 +127,7 @@ def _read_file(path: Path, turns: int | None) -> tuple[list[Task], Source]:
 
 
 def _records(path: Path) -> Iterator[Conversation | UserError]:
-    """Conversations, or what is wrong with them."""
+    """The conversations of a file, or their errors."""
     if path.suffix == ".parquet":
         yield from read_conversations(path)
         return
@@ -155,7 +153,7 @@ def _task(conversation: Conversation, path: Path, turns: int | None) -> Task:
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         raise UserError(f"{where} has no user's message to answer")
-    # With answers in it, the last question is asked in its context; without, the server answers turn by turn.
+    # With answers in the record, only its last question is asked; without, the server answers turn by turn.
     first = users[-1] if conversation.answered else users[0]
     asked = tuple(str(messages[place]["content"]) for place in users if place >= first)
     return Task(

@@ -1,295 +1,403 @@
-"""`eyas data answer`: the target answers prompts itself, and its answers become training data."""
+"""`eyas data prompts` and `eyas data answer`: the target makes prompts, and answers prompts, as training data."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from eyas.cli.arguments import read_chat_format, read_stop, require_models, require_unsaid
-from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
-from eyas.cli.libraries import import_libraries
+from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SERVERS, WORK
 from eyas.cli.options import (
-    AnsweringServer,
-    AnswersDrafter,
     AsJson,
-    Cache,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Device,
-    Dtype,
-    KVCacheDtype,
-    MaxBadShare,
-    Patience,
-    Quantization,
-    Raw,
-    Slots,
-    Stop,
-    TheirKey,
-    TheirModel,
-    Timeout,
-    print_counts,
-    report,
-    report_skipped,
+    BadRecordOptions,
+    ChatOptions,
+    KVCacheOptions,
+    PrecisionOptions,
+    StopOptions,
+    TemplateOptions,
+    command,
+    load_libraries,
+    options,
 )
-from eyas.cli.progress import ProgressDisplay
-from eyas.data.bad_records import MAX_BAD_SHARE, BadRecords
+from eyas.cli.terminal import ProgressDisplay, print_counts, report, report_skipped
 from eyas.errors import UserError
 from eyas.target.locate import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from eyas.cli.answer_limits import AnswerLimits
-    from eyas.data.regenerate import Progress
-    from eyas.sampling import Sampling
+    from eyas.answering.answers import AnswerLimits
+    from eyas.answering.engine import OwnEngine
+    from eyas.answering.servers import Servers
+    from eyas.target.chat_template import ChatFormat
     from eyas.target.facts import TargetFacts
 
 LONGEST = 2048
 """Tokens of a conversation, unless told, without the thinking of its last answer."""
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OF_CONFIG = "the generation config's"
+SEQS_ON_CPU, SEQS_ELSEWHERE, SEQS_PER_SERVER = 16, 256, 512
+"""Answers at the same time, unless told."""
+Out = Annotated[Path, Option(help="File of JSON lines to write; an existing one is continued.", rich_help_panel=OUTPUT)]
 
 
-def answer(
-    file: Annotated[Path, typer.Argument(help="Prompts or conversations: a file or folder.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="Where answers go, as JSON lines; an existing file is gone on with.", rich_help_panel=OUTPUT),
-    ],
+@options(SERVERS)
+class AnswererOptions(KVCacheOptions):
+    """A target that answers, on this machine or on servers."""
+
     target: Annotated[
-        str | None,
-        typer.Option(
-            help="smollm2, a GGUF file, a folder or a hub id; beside --server for its tokenizer and template.",
-            show_default="smollm2, or what the servers say",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    drafter: AnswersDrafter = None,
-    server: AnsweringServer = None,
-    model: TheirModel = None,
-    api_key: TheirKey = None,
-    timeout: Timeout = 3600.0,
-    patience: Patience = 1800.0,
-    generation_config: Annotated[
-        str,
-        typer.Option(
-            help="Sampling defaults: auto, the target's generation_config.json; vllm, none; or a folder.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = "auto",
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="0 takes the most likely token.", show_default=f"{OF_CONFIG}, else 0", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    top_k: Annotated[
+        str | None, Option(show_default=f"{DEFAULT_TARGET}, or the servers' model", rich_help_panel=MODEL)
+    ] = None
+    """smollm2, a GGUF file, a folder or a hub id; with --server for its tokenizer and template."""
+    drafter: Annotated[
+        str | None, Option(show_default="on a GPU the target's own, if shipped", rich_help_panel=MODEL)
+    ] = None
+    """A drafter's name, folder or hub id, or none; answers are the same."""
+    server: list[str] | None = None
+    """URL of an OpenAI-compatible server that answers instead of this machine; repeat for several."""
+    model: Annotated[str | None, Option(show_default="the only one")] = None
+    """The servers' model to ask."""
+    api_key: Annotated[str | None, Option(envvar="EYAS_API_KEY")] = None
+    """API key of the servers."""
+    timeout: Annotated[float, Option(min=1.0)] = 3600.0
+    """Seconds for one answer of a server."""
+    patience: Annotated[float, Option(min=0.0)] = 1800.0
+    """Seconds to wait while no server is there."""
+    slots: Annotated[
         int | None,
-        typer.Option(
-            help="Keep the k most likely tokens; 0 keeps all.", show_default=OF_CONFIG, rich_help_panel=SAMPLING
+        Option(
+            min=1,
+            show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere, {SEQS_PER_SERVER} for each server",
+            rich_help_panel=MEMORY,
         ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Keep the most likely tokens up to this probability.", show_default=OF_CONFIG, rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Keep tokens this likely in proportion to the most likely.",
-            show_default=OF_CONFIG,
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Above 1 makes tokens that were there less likely.", show_default=OF_CONFIG, rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens per answer at most, thinking apart.", min=1, rich_help_panel=SAMPLING)
-    ] = 1024,
-    max_thinking_tokens: Annotated[
-        int, typer.Option(help="Tokens of thinking per answer at most.", min=1, rich_help_panel=SAMPLING)
-    ] = 4096,
-    turns: Annotated[
-        int | None,
-        typer.Option(
-            help="User turns to answer per conversation at most.", min=1, show_default="all", rich_help_panel=WORK
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            help="Conversations of the file to answer at most.", min=1, show_default="all", rich_help_panel=WORK
-        ),
-    ] = None,
+    ] = None
+    """Answers at the same time."""
+
+    def require_unsaid(self, precision: PrecisionOptions) -> None:
+        """Refuse options that a server was given when it was started."""
+        for name, value in {
+            **vars(precision),
+            "kv-cache-dtype": self.kv_cache_dtype,
+            "drafter": self.drafter or "auto",
+        }.items():
+            if self.server and value != "auto":
+                raise UserError(
+                    f"--{name} {value} is for a target on this machine, and --server answers; leave it out, the "
+                    "server's own options say it"
+                )
+
+    @contextmanager
+    def open(
+        self, precision: PrecisionOptions, total: int, *, cache: Path | None, chat_format: "ChatFormat"
+    ) -> "Iterator[tuple[OwnEngine | Servers, int]]":
+        """Load the target or connect to the servers; yields also how many of the `total` answers run at once."""
+        from eyas.answering.engine import OwnEngine
+        from eyas.answering.servers import Servers
+        from eyas.remote.server_pool import RetryPolicy
+
+        if not self.server:
+            engine = OwnEngine.load(
+                self.target or DEFAULT_TARGET,
+                self.drafter,
+                kv_cache_dtype=self.kv_cache_dtype,
+                cache=cache,
+                chat_format=chat_format,
+                **vars(precision),
+            )
+            yield engine, min(self.slots or (SEQS_ON_CPU if engine.on_cpu else SEQS_ELSEWHERE), total)
+            return
+        retry = RetryPolicy(timeout=self.timeout, patience=self.patience)
+        seqs = min(self.slots or SEQS_PER_SERVER * len(self.server), total)
+        with Servers.connect(self.server, model=self.model, api_key=self.api_key, retry=retry, slots=seqs) as servers:
+            servers.load(self.target, cache=cache, chat_format=chat_format)
+            yield servers, seqs
+
+
+@options(SAMPLING)
+class AnswerOptions(StopOptions):
+    """How answers are sampled, and where they end."""
+
+    generation_config: str = "auto"
+    """Sampling defaults: auto, the target's generation_config.json; vllm, none; or a folder."""
+    temperature: Annotated[float | None, Option(show_default=f"{OF_CONFIG}, else 0")] = None
+    """0 takes the most likely token."""
+    top_k: Annotated[int | None, Option(show_default=OF_CONFIG)] = None
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: Annotated[float | None, Option(show_default=OF_CONFIG)] = None
+    """Keep the most likely tokens up to this probability."""
+    min_p: Annotated[float | None, Option(show_default=OF_CONFIG)] = None
+    """Keep tokens this likely in proportion to the most likely."""
+    repetition_penalty: Annotated[float | None, Option(show_default=OF_CONFIG)] = None
+    """Above 1 makes tokens that were there less likely."""
+    max_tokens: Annotated[int, Option(min=1)] = 1024
+    """Tokens per answer at most, thinking apart."""
+    max_thinking_tokens: Annotated[int, Option(min=1)] = 4096
+    """Tokens of thinking per answer at most."""
+    turns: Annotated[int | None, Option(min=1, show_default="all", rich_help_panel=WORK)] = None
+    """User turns to answer per conversation at most."""
+    limit: Annotated[int | None, Option(min=1, show_default="all", rich_help_panel=WORK)] = None
+    """Conversations of the file to answer at most."""
     max_length: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a conversation at most.",
+        Option(
             min=2,
             show_default=f"{LONGEST}, for targets that think --max-thinking-tokens more, or the longest context",
             rich_help_panel=MEMORY,
         ),
-    ] = None,
-    slots: Slots = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="Of drawn answers; each conversation has its own, counted from this.", rich_help_panel=SAMPLING
-        ),
-    ] = 0,
-    stop: Stop = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    raw: Raw = False,
-    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
+    ] = None
+    """Tokens of a conversation at most."""
+    seed: int = 0
+    """Seed of the first conversation; others count from it."""
+
+    def sampling_given(self) -> dict[str, Any]:
+        """The sampling options that were given."""
+        from eyas.answering.notes import SAMPLED
+
+        return {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+
+    def limits_for(self, facts: "TargetFacts", *, thinks: bool) -> "AnswerLimits":
+        """Where answers of this target end."""
+        from eyas.answering.answers import AnswerLimits
+
+        length, most = self.max_length, facts.max_position_embeddings
+        if length is None:
+            wanted = LONGEST + (self.max_thinking_tokens if thinks else 0)
+            length = min(wanted, most or wanted)
+        elif most is not None and length > most:
+            raise UserError(
+                f"--max-length {length} is above the {most} tokens that {facts.source} was made for; "
+                f"choose {most} or less"
+            )
+        return AnswerLimits(max_tokens=self.max_tokens, max_thinking_tokens=self.max_thinking_tokens, max_length=length)
+
+
+@command()
+def answer(
+    file: Annotated[Path, typer.Argument(help="Prompts or conversations: a file or folder.")],
+    out: Out,
+    *,
+    who: AnswererOptions,
+    given: AnswerOptions,
+    precision: PrecisionOptions,
+    chat: ChatOptions,
+    records: BadRecordOptions,
     as_json: AsJson = False,
-    cache: Cache = None,
 ) -> None:
     """Let the target answer every user turn of a file, old answers dropped.
 
     Stopped in any way, the same command goes on where it was.
     """
-    own = {"dtype": dtype, "device": device, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    if server:
-        require_unsaid(own, drafter)
-    if target is not None or drafter is not None:
-        require_models(target or DEFAULT_TARGET, drafter)
-    import_libraries()
-    from itertools import islice
-
+    who.require_unsaid(precision)
+    load_libraries(who.target, who.drafter)
+    from eyas.answering.answers import AnswerSettings
+    from eyas.answering.notes import SAMPLED, advice, describe_sampling
     from eyas.checksum import sha256_of_all
-    from eyas.cli.answer_limits import AnswerLimits
-    from eyas.cli.answering_target import ServerOptions, answering_target
+    from eyas.data.bad_records import BadRecords
     from eyas.data.files import ConversationReader, expand_files
     from eyas.data.regenerate import regenerate
     from eyas.sampling import Sampling
     from eyas.serve.builders.answer_reader import AnswerReader
-    from eyas.target.generation_defaults import read_defaults
+    from eyas.target.text import read_defaults
 
-    flags = dict(zip(SAMPLED, (temperature, top_k, top_p, min_p, repetition_penalty), strict=True))
-    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    Sampling(**given)  # before anything is loaded
+    said = given.sampling_given()
+    Sampling(**said)  # before anything is loaded
     files, bad = expand_files([file]), BadRecords()
-    conversations = list(islice(ConversationReader(files, bad), limit))
-    report_skipped(bad, max_bad_share)
-    chat_format, stops = read_chat_format(chat_template, chat_template_kwargs, raw=raw), read_stop(stop)
-    # Records say with which arguments they were answered, so that whoever asks them again does it alike.
+    conversations = list(islice(ConversationReader(files, bad), given.limit))
+    report_skipped(bad, records.max_bad_share)
+    chat_format, stops = chat.chat_format(), given.stop_strings()
+    # Records keep the template's arguments, so that asking them again renders the same prompt.
     conversations = [
         replace(one, chat_template_kwargs={**chat_format.variables, **one.chat_template_kwargs})
         for one in conversations
     ]
-    servers = ServerOptions(urls=server or (), model=model, api_key=api_key, timeout=timeout, patience=patience)
-    opening = answering_target(
-        target,
-        drafter,
-        servers,
-        own=own,
-        slots=slots,
-        total=len(conversations),
-        cache=cache,
-        chat_format=chat_format,
-    )
-    with opening as (who, seqs), ProgressDisplay() as display:
-        defaults = read_defaults(generation_config, who.target.generation_config).given
+    with (
+        who.open(precision, len(conversations), cache=chat.cache, chat_format=chat_format) as (opened, seqs),
+        _Rate("answering") as rate,
+    ):
+        defaults = read_defaults(given.generation_config, opened.target.generation_config).given
         defaults.pop("max_new_tokens", None)
-        sampling = Sampling(**{**defaults, **given})
-        report(_sampling_words(sampling, defaults, given))
-        reader = AnswerReader(who.target)
-        limits = AnswerLimits(
-            max_tokens=max_tokens,
-            max_thinking_tokens=max_thinking_tokens,
-            max_length=_longest(max_length, who.target.facts, max_thinking_tokens if reader.thinks else 0),
-        )
-        answerer = who.answerer(
-            reader, sampling=sampling, limits=limits, stop_strings=stops, max_num_seqs=seqs, seed=seed
+        sampling = Sampling(**{**defaults, **said})
+        report(describe_sampling(sampling, defaults, said))
+        reader = AnswerReader(opened.target)
+        limits = given.limits_for(opened.target.facts, thinks=reader.thinks)
+        settings = AnswerSettings(
+            reader=reader, sampling=sampling, limits=limits, stop_strings=stops, max_num_seqs=seqs, seed=given.seed
         )
         arguments = {
             "input": str(file),
             "input_sha256": sha256_of_all(files),
-            "target": who.target.facts.source,
-            **who.arguments,
+            "target": opened.target.facts.source,
+            **opened.arguments,
             **{name: getattr(sampling, name) for name in SAMPLED},
             **asdict(limits),
             "stop": stops,
-            "chat_template": chat_format.template,
-            "chat_template_kwargs": chat_format.variables,
-            "raw": raw,
-            "turns": turns,
-            "seed": seed,
+            **_template(chat_format),
+            "raw": chat.raw,
+            "turns": given.turns,
+            "seed": given.seed,
         }
-        started, latest = time.perf_counter(), list["Progress"]()
-
-        def show(progress: "Progress") -> None:
-            latest[:] = [progress]
-            rate = progress.tokens / (time.perf_counter() - started)
-            display.update("answering", progress.done, progress.total, note=f"{rate:,.0f} tokens/s")
-
-        try:
+        with rate.told_if_stopped(f"of {len(conversations)} conversations are in {out}; the same command goes on"):
             done = regenerate(
-                conversations, answerer, out, arguments=arguments, author=who.author, turns=turns, on_progress=show
+                conversations,
+                opened.answerer(settings),
+                out,
+                arguments=arguments,
+                author=opened.author,
+                turns=given.turns,
+                on_progress=lambda progress: rate.show(progress, progress.tokens, progress.done, progress.total),
             )
-        except (KeyboardInterrupt, UserError):
-            if latest:
-                written = latest[0].earlier + latest[0].written
-                report(f"{written} of {len(conversations)} conversations are in {out}; the same command goes on")
-            raise
-    for line in _advice(done, limits):
+    for line in advice(done, limits):
         report(line)
-    counts = {**asdict(done), "seconds": round(time.perf_counter() - started, 1)}
-    print_counts(counts, as_json=as_json)
+    print_counts({**asdict(done), "seconds": rate.seconds}, as_json=as_json)
 
 
-def _longest(max_length: int | None, facts: "TargetFacts", thinking: int) -> int:
-    """Tokens of a conversation at most."""
-    most, wanted = facts.max_position_embeddings, LONGEST + thinking
-    if max_length is None:
-        return min(wanted, most or wanted)
-    if most is not None and max_length > most:
-        raise UserError(
-            f"--max-length {max_length} is above the {most} tokens that {facts.source} was made for; "
-            f"choose {most} or less"
-        )
-    return max_length
+@options(SAMPLING)
+class PromptOptions:
+    """How prompts are sampled."""
 
+    evaluation: Annotated[list[Path] | None, Option("--eval")] = None
+    """Prompts that should not be among them; repeatable."""
+    system: Annotated[str | None, Option(show_default="the template's own")] = None
+    """System prompt behind which users speak; the prompts are without it."""
+    temperature: float = 1.0
+    """Above 0; more gives more kinds."""
+    top_p: float = 0.95
+    """Keep the most likely tokens up to this probability."""
+    max_tokens: Annotated[int, Option(min=1)] = 512
+    """Tokens of a prompt at most."""
+    seed: int = 0
+    """Seed of the first prompt; others count from it."""
 
-def _sampling_words(sampling: "Sampling", defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """What answers are drawn by, and who said so."""
-    values = ", ".join(f"{name} {getattr(sampling, name):g}" for name in SAMPLED if name in {**defaults, **given})
-    unsaid = "" if "temperature" in {**defaults, **given} else "the most likely token each time"
-    own = [name for name in defaults if name not in given]
-    by = f" ({', '.join(own)} of the generation config)" if own else ""
-    return f"sampling: {', '.join(part for part in (unsaid, values) if part)}{by}"
+    def limits_for(self, facts: "TargetFacts", opening: int) -> "AnswerLimits":
+        """Where prompts behind an opening of so many tokens end."""
+        from eyas.answering.answers import AnswerLimits
 
-
-def _advice(done: "Progress", limits: "AnswerLimits") -> Iterator[str]:
-    """What to do next time, and what to tell the recipe."""
-    from eyas.train.recipe import DataSettings
-
-    if done.failed:
-        yield f"note: {done.failed} conversations got no answer from any server; the same command asks them again"
-    room = f"and --max-length (now {limits.max_length}) with it, if prompt and answer reach that"
-    for cut, what, flag, now in (
-        (done.cut_thinking, "while the target was thinking", "--max-thinking-tokens", limits.max_thinking_tokens),
-        (done.cut_answer, "in the answer", "--max-tokens", limits.max_tokens),
-    ):
-        if cut and 2 * (done.cut_thinking + done.cut_answer) > done.written:
-            yield (
-                f"note: {cut} of {done.written} conversations end {what}, cut by a length. They can be trained on; "
-                f"for whole answers raise {flag} (now {now}), {room}"
+        most = facts.max_position_embeddings or opening + self.max_tokens
+        if opening >= most:
+            raise UserError(
+                f"the template writes {opening} tokens before a user's words, and {facts.source} reads {most}; "
+                "shorten it"
             )
-    if done.longest > DataSettings.model_fields["max_length"].default:
-        yield (
-            f"note: the longest prompt with its answer has {done.longest} tokens; set data.max_length and "
-            "data.pack_length of the recipe to that, or training cuts or drops what is longer"
+        length = min(most, opening + self.max_tokens)
+        return AnswerLimits(max_tokens=self.max_tokens, max_thinking_tokens=1, max_length=length)
+
+
+@command()
+def prompts(
+    count: Annotated[
+        int, typer.Argument(help="How often the target is asked; what is cut, empty or there already is left out.")
+    ],
+    out: Out,
+    *,
+    who: AnswererOptions,
+    given: PromptOptions,
+    precision: PrecisionOptions,
+    chat: TemplateOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Let the target say what users ask: prompts of the kind that it was taught to answer.
+
+    Stopped in any way, the same command goes on where it was. A larger COUNT adds to the file.
+    """
+    if count < 1:
+        raise UserError(f"COUNT is {count}; ask for 1 prompt at least")
+    if given.temperature <= 0:
+        raise UserError(
+            f"--temperature {given.temperature:g} gives one prompt again and again; choose more than 0, such as 1"
         )
+    who.require_unsaid(precision)
+    if who.server and who.target is None:
+        raise UserError("--server does not tell its chat template; name the target with --target")
+    source = who.target or DEFAULT_TARGET
+    load_libraries(source, who.drafter)
+    from eyas.answering.answers import AnswerSettings
+    from eyas.checksum import sha256_of_all
+    from eyas.data.files import ConversationReader, expand_files
+    from eyas.data.overlap import PromptIndex
+    from eyas.data.user_turn import VERBATIM, UserTurn, ask_for_prompts
+    from eyas.sampling import Sampling
+    from eyas.serve.builders.answer_reader import AnswerReader
+    from eyas.target.text import load_tokenizer
+
+    sampling = Sampling(temperature=given.temperature, top_p=given.top_p)
+    chat_format = chat.chat_format()
+    evaluated = expand_files(given.evaluation or [])
+    index = PromptIndex(list(ConversationReader(evaluated)))
+    tokenizer, _ = load_tokenizer(source, cache=chat.cache, chat_format=chat_format)
+    turn = UserTurn.of(tokenizer, source, chat_format, given.system)
+    with who.open(precision, count, cache=chat.cache, chat_format=VERBATIM) as (opened, seqs), _Rate("asking") as rate:
+        opening = len(opened.target.encode_chat([{"role": "user", "content": turn.opening}]))
+        limits = given.limits_for(opened.target.facts, opening)
+        settings = AnswerSettings(
+            reader=AnswerReader(opened.target),
+            sampling=sampling,
+            limits=limits,
+            stop_strings=(turn.end,) if turn.end else (),
+            max_num_seqs=seqs,
+            seed=given.seed,
+        )
+        arguments = {
+            "target": source,
+            **opened.arguments,
+            # Not the opening itself: some templates write the day into it.
+            **{name: getattr(given, name) for name in ("system", "temperature", "top_p", "max_tokens", "seed")},
+            **_template(chat_format),
+            "eval_sha256": sha256_of_all(evaluated) if evaluated else None,
+        }
+        with rate.told_if_stopped(f"prompts are in {out}; the same command goes on"):
+            done = ask_for_prompts(
+                turn,
+                count,
+                opened.answerer(settings),
+                out,
+                tokenizer=tokenizer,
+                evaluation=index,
+                arguments=arguments,
+                on_progress=lambda counts: rate.show(counts, counts.tokens, counts.done, counts.asked),
+            )
+    if 2 * done.duplicate > count:
+        report(f"note: {done.duplicate} of {count} were there already; raise --temperature or --top-p, or ask for less")
+    print_counts({**asdict(done), "seconds": rate.seconds}, as_json=as_json)
+
+
+class _Rate:
+    """Shows how many tokens come per second, and what was written when a run is stopped."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._latest = name, list[Any]()
+
+    def __enter__(self) -> "_Rate":
+        self._display = ProgressDisplay().__enter__()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._display.__exit__(*raised)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first request."""
+        return round(time.perf_counter() - self._started, 1)
+
+    def show(self, counts: Any, tokens: int, done: int, total: int) -> None:
+        """Show how far the run is."""
+        self._latest[:] = [counts]
+        rate = tokens / (time.perf_counter() - self._started)
+        self._display.update(self._name, done, total, note=f"{rate:,.0f} tokens/s")
+
+    @contextmanager
+    def told_if_stopped(self, words: str) -> Iterator[None]:
+        """Report how much was written, followed by `words`, if the run is stopped; begins to measure time."""
+        self._started = time.perf_counter()
+        try:
+            yield
+        except (KeyboardInterrupt, UserError):
+            for counts in self._latest:
+                report(f"{counts.earlier + counts.written} {words}")
+            raise
+
+
+def _template(chat_format: "ChatFormat") -> dict[str, Any]:
+    return {"chat_template": chat_format.template, "chat_template_kwargs": chat_format.variables}

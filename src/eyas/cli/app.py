@@ -15,47 +15,28 @@ from eyas.cli.data import app as data_app
 from eyas.cli.demo import demo
 from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
-from eyas.cli.export import app as export_app
 from eyas.cli.features import app as features_app
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
 from eyas.cli.help import GroupedCommand, UsageFault, new_app
-from eyas.cli.log import shown_logs
 from eyas.cli.plan import plan
-from eyas.cli.serve import serve
+from eyas.cli.serve import export_app, serve
+from eyas.cli.terminal import shown_logs
 from eyas.cli.train import train
 from eyas.errors import UserError
 
 app = new_app(
-    "eyas",
-    help="Train, check and serve EAGLE-3.1 drafters: speculative decoding that holds up in production.",
+    "Train, check and serve EAGLE-3.1 drafters: speculative decoding that holds up in production.",
+    *(demo, generate, serve, plan, check, convert, fetch, train, adapt),
+    name="eyas",
     add_completion=True,
 )
-for _function, _name in (
-    (demo, None),
-    (generate, None),
-    (serve, None),
-    (plan, None),
-    (check, None),
-    (convert, None),
-    (fetch, None),
-    (train, None),
-    (adapt, None),
-    (evaluate, "eval"),
-    (doctor, None),
-):
-    app.command(_name, cls=GroupedCommand)(_function)
+app.command("eval", cls=GroupedCommand)(evaluate)
+app.command(cls=GroupedCommand)(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(export_app, name="export")
 app.add_typer(features_app, name="features")
-
-
-@app.callback()
-def options(context: typer.Context) -> None:
-    """Options that stand before a command."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 def main() -> None:

@@ -6,17 +6,20 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from eyas.cli.bench_servers import DEFAULT_SERVER, ChosenServers
 from eyas.cli.help import OUTPUT, SAMPLING, SERVERS, WORK, GroupedCommand, new_app
-from eyas.cli.options import AsJson, report
+from eyas.cli.options import AsJson, build, command, options
+from eyas.cli.terminal import cell, print_result, report, titled_table, wide_console
+from eyas.errors import UserError
 
 if TYPE_CHECKING:
     from eyas.bench.experiment import ExperimentConfig
@@ -25,111 +28,136 @@ if TYPE_CHECKING:
     from eyas.bench.requests import RequestOptions
     from eyas.bench.workload import Workload
 
-app = new_app(add_completion=False)
+DEFAULT_SERVER = "eyas serve"
+Record = Mapping[str, Any]
+app = new_app(None)
+
+
+@options(SERVERS)
+class ServerOptions:
+    """Servers to measure."""
+
+    url: list[str] | None = None
+    """A running server, as [name=]URL; repeatable."""
+    serve: Annotated[list[str] | None, Option(show_default=DEFAULT_SERVER)] = None
+    """Start this server and stop it after, as [name=]COMMAND."""
+    baseline_url: list[str] | None = None
+    """The same without drafting, for a server that cannot by request."""
+    baseline_serve: list[str] | None = None
+    """The same, to be started."""
+    baseline: bool = True
+    """Measure eyas without drafting too, request by request."""
+    model: Annotated[str | None, Option(show_default="the one that is served")] = None
+    """The model to ask."""
+    api_key: Annotated[str | None, Option(envvar="EYAS_API_KEY")] = None
+    """API key of the servers."""
+    timeout: Annotated[float, Option(min=0.1)] = 600.0
+    """Seconds for a request at most."""
+    start_seconds: Annotated[float, Option(min=1.0)] = 600.0
+    """Seconds for a server to start."""
+
+
+@options(SAMPLING)
+class BenchRequestOptions:
+    """What is in every request."""
+
+    max_tokens: Annotated[int, Option(min=1)] = 128
+    """Tokens of an answer at most."""
+    ignore_eos: bool = False
+    """Let no answer end before that."""
+    temperature: Annotated[float, Option(min=0.0)] = 0.0
+    """0 is greedy, and texts are compared."""
+    seed: int = 0
+    """Seed of the choice of prompts, arrivals and sampling."""
+    endpoint: Annotated[str, Option(rich_help_panel=SERVERS)] = "chat"
+    """chat or completions."""
+    extra_body: Annotated[str | None, Option(rich_help_panel=SERVERS)] = None
+    """Further fields of every request, as JSON."""
+
+    def config(self, output: int | None) -> "RequestOptions":
+        """These options as the library has them; `output` is how long every answer is, if the workload says so."""
+        from eyas.bench.requests import RequestOptions
+
+        if self.endpoint not in ("chat", "completions"):
+            raise UserError(f"--endpoint {self.endpoint!r} is unknown; give chat or completions")
+        try:
+            extra = json.loads(self.extra_body) if self.extra_body is not None else {}
+        except ValueError as error:
+            raise UserError(f"--extra-body {self.extra_body!r} is no JSON ({error})") from error
+        if not isinstance(extra, dict):
+            raise UserError(
+                f"--extra-body {self.extra_body!r} is no JSON object; give one such as '{{\"top_p\": 0.9}}'"
+            )
+        length = {"max_tokens": output or self.max_tokens, "ignore_eos": self.ignore_eos or output is not None}
+        return build(RequestOptions, self, extra=extra, **length)
+
+
+@options(WORK)
+class WorkloadOptions:
+    """Conversations and loads."""
+
+    workload: list[Path] | None = None
+    """Spec-Bench, SPEED-Bench, EAGLE's questions, prompts, conversations; repeatable."""
+    synthetic: str | None = None
+    """Instead: prompts of IN random tokens, answers of OUT, as IN:OUT."""
+    users: Annotated[list[str] | None, Option(show_default="1,4,16")] = None
+    """Closed loop with so many users: 1,4,16."""
+    rate: list[str] | None = None
+    """Open loop with so many requests per second: 0.5,2."""
+    limit: Annotated[int, Option(min=0)] = 48
+    """Conversations, evenly over categories; 0 for all."""
+    turns: Annotated[int | None, Option(min=1)] = None
+    """Turns of a conversation at most."""
+    repetitions: Annotated[int, Option(min=1)] = 3
+    """How often everything is measured."""
+    warmup: Annotated[int | None, Option(min=0, show_default="one per user")] = None
+    """Requests before each mode and load."""
+    prefill: bool = True
+    """Ask each prompt for one token first, so that prefix caches meet all modes alike."""
+    vocab: Annotated[int, Option(min=4)] = 8192
+    """Synthetic prompts have ids below this."""
+
+    def read(self, seed: int) -> "tuple[Workload, int | None]":
+        """Read the workload, and how long answers must be where it says so."""
+        from eyas.bench.workload import read_workload, synthetic_workload
+
+        if bool(self.workload) == (self.synthetic is not None):
+            raise UserError(
+                "give --workload FILE or --synthetic IN:OUT, one of them: there is nothing to ask otherwise"
+            )
+        if self.workload:
+            return read_workload(self.workload, limit=self.limit or None, turns=self.turns, seed=seed), None
+        match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.synthetic or "")
+        if not match:
+            raise UserError(f"--synthetic {self.synthetic!r} is no pair of lengths; give one such as 512:128")
+        tasks = self.limit or 48
+        return synthetic_workload(int(match[1]), tasks=tasks, vocabulary=self.vocab, seed=seed), int(match[2])
+
+    def loads(self) -> "tuple[Load, ...]":
+        """Every load, closed ones first."""
+        from eyas.bench.load import Load
+
+        counts = _numbers("--users", self.users or (() if self.rate else ("1,4,16",)), int)
+        rates = _numbers("--rate", self.rate or (), float)
+        return (*(Load(users=int(count)) for count in counts), *(Load(rate=number) for number in rates))
 
 
 @app.callback()
+@command()
 def bench(
     context: typer.Context,
-    workload: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Spec-Bench, SPEED-Bench, EAGLE's questions, prompts, conversations; repeatable.", rich_help_panel=WORK
-        ),
-    ] = None,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(help="Instead: prompts of IN random tokens, answers of OUT, as IN:OUT.", rich_help_panel=WORK),
-    ] = None,
-    url: Annotated[
-        list[str] | None, typer.Option(help="A running server, as [name=]URL; repeatable.", rich_help_panel=SERVERS)
-    ] = None,
-    serve: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Start this server and stop it after, as [name=]COMMAND.",
-            show_default=DEFAULT_SERVER,
-            rich_help_panel=SERVERS,
-        ),
-    ] = None,
-    baseline_url: Annotated[
-        list[str] | None,
-        typer.Option(help="The same without drafting, for a server that cannot by request.", rich_help_panel=SERVERS),
-    ] = None,
-    baseline_serve: Annotated[
-        list[str] | None, typer.Option(help="The same, to be started.", rich_help_panel=SERVERS)
-    ] = None,
-    baseline: Annotated[
-        bool, typer.Option(help="Measure eyas without drafting too, request by request.", rich_help_panel=SERVERS)
-    ] = True,
-    users: Annotated[
-        list[str] | None,
-        typer.Option(help="Closed loop with so many users: 1,4,16.", show_default="1,4,16", rich_help_panel=WORK),
-    ] = None,
-    rate: Annotated[
-        list[str] | None, typer.Option(help="Open loop with so many requests per second: 0.5,2.", rich_help_panel=WORK)
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(help="Conversations, evenly over categories; 0 for all.", min=0, rich_help_panel=WORK)
-    ] = 48,
-    turns: Annotated[
-        int | None, typer.Option(help="Turns of a conversation at most.", min=1, rich_help_panel=WORK)
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens of an answer at most.", min=1, rich_help_panel=SAMPLING)
-    ] = 128,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Let no answer end before that.", rich_help_panel=SAMPLING)
-    ] = False,
-    temperature: Annotated[
-        float, typer.Option(help="0 is greedy, and texts are compared.", min=0.0, rich_help_panel=SAMPLING)
-    ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(help="Of the choice of prompts, arrivals and sampling.", rich_help_panel=SAMPLING)
-    ] = 0,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.", rich_help_panel=SERVERS)] = "chat",
-    extra_body: Annotated[
-        str | None, typer.Option(help="Further fields of every request, as JSON.", rich_help_panel=SERVERS)
-    ] = None,
-    repetitions: Annotated[
-        int, typer.Option(help="How often everything is measured.", min=1, rich_help_panel=WORK)
-    ] = 3,
-    warmup: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests before each mode and load.", min=0, show_default="one per user", rich_help_panel=WORK
-        ),
-    ] = None,
-    prefill: Annotated[
-        bool,
-        typer.Option(
-            help="Ask each prompt for one token first, so that prefix caches meet all modes alike.",
-            rich_help_panel=WORK,
-        ),
-    ] = True,
-    vocab: Annotated[
-        int, typer.Option(help="Synthetic prompts have ids below this.", min=4, rich_help_panel=WORK)
-    ] = 8192,
-    model: Annotated[
-        str | None, typer.Option(help="Which model.", show_default="the one that is served", rich_help_panel=SERVERS)
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="EYAS_API_KEY", help="For the servers.", rich_help_panel=SERVERS)
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds for a request at most.", min=0.1, rich_help_panel=SERVERS)
-    ] = 600.0,
-    start_seconds: Annotated[
-        float, typer.Option(help="Seconds for a server to start.", min=1.0, rich_help_panel=SERVERS)
-    ] = 600.0,
     out: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Folder for bench.json and bench.html.",
             show_default="a new one, bench-DATE-TIME",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    *,
+    servers: ServerOptions,
+    work: WorkloadOptions,
+    requests: BenchRequestOptions,
     as_json: AsJson = False,
 ) -> None:
     """Measure OpenAI-compatible servers (eyas, vLLM, SGLang): speed, latency, acceptance, the same text or not.
@@ -139,21 +167,22 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
+    from eyas.bench.chosen_servers import ChosenServers
     from eyas.bench.experiment import ExperimentConfig
     from eyas.bench.provenance import without_secrets
-    from eyas.errors import UserError
 
-    asked, output = _workload(workload, synthetic, limit=limit, turns=turns, vocab=vocab, seed=seed)
-    options = _request_options(
-        endpoint,
-        extra_body,
-        max_tokens=output or max_tokens,
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=ignore_eos or output is not None,
+    asked, output = work.read(requests.seed)
+    configured = partial(
+        build, ExperimentConfig, work, workload=asked, options=requests.config(output), timeout=servers.timeout
     )
-    loads = _loads(users, rate)
-    chosen = ChosenServers(url, serve, baseline_url, baseline_serve, baseline=baseline, model=model, api_key=api_key)
+    loads = work.loads()
+    chosen = ChosenServers(
+        servers.url or (),
+        servers.serve or ([] if servers.url else [DEFAULT_SERVER]),
+        servers.baseline_url or (),
+        servers.baseline_serve or (),
+        **{name: getattr(servers, name) for name in ("baseline", "model", "api_key")},
+    )
     folder = out or Path(f"bench-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     bench_run = _Bench(folder, without_secrets(shlex.join(sys.argv)))
 
@@ -162,19 +191,8 @@ def bench(
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # servers must be stopped too
         async with AsyncExitStack() as stack:
-            variants = await chosen.identify(stack, timeout=timeout, start_seconds=start_seconds)
-            await bench_run.run(
-                ExperimentConfig(
-                    variants=variants,
-                    loads=loads,
-                    workload=asked,
-                    options=options,
-                    repetitions=repetitions,
-                    warmup=warmup,
-                    prefill=prefill,
-                    timeout=timeout,
-                )
-            )
+            variants = await chosen.identify(stack, timeout=servers.timeout, start_seconds=servers.start_seconds)
+            await bench_run.run(configured(variants=variants, loads=loads))
 
     try:
         asyncio.run(measure())
@@ -196,17 +214,13 @@ def compare(
     """Two runs side by side: ratios, and which of them are more than the spread of repetitions."""
     from eyas.bench.compare import compare as compare_records
     from eyas.bench.record import read_record
-    from eyas.cli.bench_tables import print_comparison
 
     found = compare_records(read_record(before), read_record(after))
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        print_comparison(found, str(before), str(after))
+    print_result(found, lambda: print_comparison(found, str(before), str(after)), as_json=as_json)
 
 
 class _Bench:
-    """An experiment with its files and its progress."""
+    """An experiment, its files and its progress."""
 
     def __init__(self, folder: Path, command: str) -> None:
         self._folder, self._command = folder, command
@@ -226,11 +240,10 @@ class _Bench:
         await experiment.run()
 
     def deliver(self, stopped: str | None, *, as_json: bool) -> dict[str, Any] | None:
-        """Print and write what was measured, if anything was."""
+        """Print and write what was measured, if anything."""
         from eyas.atomic import new_file
         from eyas.bench.record import write_record
         from eyas.bench.report import render_report
-        from eyas.cli.bench_tables import print_bench
 
         if self._builder is None:
             return None
@@ -238,10 +251,7 @@ class _Bench:
         if record["rows"]:
             if stopped is not None:
                 report(f"{stopped}; this is what was measured until then")
-            if as_json:
-                typer.echo(json.dumps(record))
-            else:
-                print_bench(record)
+            print_result(record, lambda: print_bench(record), as_json=as_json)
             write_record(record, self._folder / "bench.json")
             with new_file(self._folder / "bench.html") as staging:
                 staging.write_text(render_report(record), encoding="utf-8")
@@ -255,49 +265,7 @@ class _Bench:
             report(line)
 
 
-def _workload(
-    files: Sequence[Path] | None, synthetic: str | None, *, limit: int, turns: int | None, vocab: int, seed: int
-) -> "tuple[Workload, int | None]":
-    """What is asked, and how long answers must be where the workload says so."""
-    from eyas.bench.workload import read_workload, synthetic_workload
-    from eyas.errors import UserError
-
-    if bool(files) == (synthetic is not None):
-        raise UserError("give --workload FILE or --synthetic IN:OUT, one of them: there is nothing to ask otherwise")
-    if files:
-        return read_workload(files, limit=limit or None, turns=turns, seed=seed), None
-    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", synthetic or "")
-    if not match:
-        raise UserError(f"--synthetic {synthetic!r} is no pair of lengths; give one such as 512:128")
-    return synthetic_workload(int(match[1]), tasks=limit or 48, vocabulary=vocab, seed=seed), int(match[2])
-
-
-def _request_options(endpoint: str, extra_body: str | None, **options: Any) -> "RequestOptions":
-    from eyas.bench.requests import RequestOptions
-    from eyas.errors import UserError
-
-    if endpoint not in ("chat", "completions"):
-        raise UserError(f"--endpoint {endpoint!r} is unknown; give chat or completions")
-    try:
-        extra = json.loads(extra_body) if extra_body is not None else {}
-    except ValueError as error:
-        raise UserError(f"--extra-body {extra_body!r} is no JSON ({error})") from error
-    if not isinstance(extra, dict):
-        raise UserError(f"--extra-body {extra_body!r} is no JSON object; give one such as '{{\"top_p\": 0.9}}'")
-    return RequestOptions(endpoint=endpoint, extra=extra, **options)  # type: ignore[arg-type]
-
-
-def _loads(users: Sequence[str] | None, rate: Sequence[str] | None) -> "tuple[Load, ...]":
-    from eyas.bench.load import Load
-
-    counts = _numbers("--users", users or (() if rate else ("1,4,16",)), int)
-    rates = _numbers("--rate", rate or (), float)
-    return (*(Load(users=int(count)) for count in counts), *(Load(rate=number) for number in rates))
-
-
 def _numbers(option: str, texts: Sequence[str], kind: type[int] | type[float]) -> list[float]:
-    from eyas.errors import UserError
-
     numbers: dict[float, None] = {}
     for text in texts:
         for part in text.split(","):
@@ -306,3 +274,97 @@ def _numbers(option: str, texts: Sequence[str], kind: type[int] | type[float]) -
             except ValueError as error:
                 raise UserError(f"{option} {text!r} holds {part!r}; give numbers such as 1,4,16") from error
     return list(numbers)
+
+
+def print_bench(record: Record) -> None:
+    """Print the table of measurements, then warnings."""
+    from eyas.bench.measures import row_label
+
+    console = wide_console(200)
+    workload, plan = record["workload"], record["plan"]
+    title = (
+        f"{workload['conversations']} conversations, {plan['max_tokens']} tokens at temperature "
+        f"{plan['temperature']:g}, medians of {plan['repetitions']}"
+    )
+    heads = ["server, mode, load", "tokens/s", "of a user", "x plain", "first token ms", "per token ms", "chunk gap ms"]
+    table = titled_table(title, [*heads, "length", "by depth", "same text", "failed"])
+    for row in record["rows"]:
+        against, same, found = row["against_plain"], row["same_as_plain"], row["acceptance"]
+        ratio = against and against["user_tokens_per_second"]
+        table.add_row(
+            row_label(row) + ("" if row["whole"] else " (partial)"),
+            _spread(row["tokens_per_second"]),
+            _spread(row["user_tokens_per_second"]),
+            f"{ratio['median']:.2f}" if ratio else "-",
+            *(_tail(row[key]) for key in ("time_to_first_token_ms", "time_per_output_token_ms", "chunk_gap_ms")),
+            cell(found["length"], "{:.2f}"),
+            " ".join(f"{share:.2f}" for share in found["by_depth"]) or "-",
+            f"{same['same']} of {same['of']}" if same else "-",
+            str(row["failed"]),
+        )
+    console.print(table)
+    console.print("tokens/s with the lowest and highest repetition; times are p50 / p95; docs/bench.md has formulas")
+    for row in record["rows"]:
+        found = row["acceptance"]
+        if suffix := found.get("suffix_accepted_tokens"):
+            told = f"{row_label(row)}: {suffix:,} of {found['accepted_tokens']:,} accepted tokens were suffix drafts"
+            console.print(told, markup=False, highlight=False)
+    share = max((row["client"]["cpu_share"] for row in record["rows"]), default=0.0)
+    console.print(f"the client used {share:.0%} of a core at most")
+    for warning in record["warnings"]:
+        console.print(f"mind  {warning}", style="yellow", soft_wrap=True, markup=False, highlight=False)
+
+
+def print_comparison(found: Record, before: str, after: str) -> None:
+    """Print the table of ratios, then what makes the two hard to compare."""
+    from eyas.bench.measures import row_label
+
+    console = wide_console(200)
+    heads = [
+        "server, mode, load",
+        "tokens/s",
+        "ratio",
+        "of a user",
+        "ratio",
+        "first token ms",
+        "per token ms",
+        "length",
+    ]
+    table = titled_table(f"{before} → {after}", heads)
+    for row in found["rows"]:
+        table.add_row(
+            row_label(row),
+            *_change(row["tokens_per_second"]),
+            *_change(row["user_tokens_per_second"]),
+            *(_pair(row[key]) for key in ("time_to_first_token_ms", "time_per_output_token_ms", "acceptance_length")),
+        )
+    console.print(table)
+    console.print("* beyond the spread of the repetitions of either; times are medians")
+    same = found["same_texts"]
+    if same["of"]:
+        console.print(f"{same['same']} of {same['of']} answers have the same text in both")
+    for words in found["differences"]:
+        console.print(f"mind  {words}", style="yellow", soft_wrap=True, markup=False, highlight=False)
+
+
+def _spread(found: Record | None) -> str:
+    return f"{found['median']:.1f} ({found['low']:.1f}..{found['high']:.1f})" if found else "-"
+
+
+def _tail(found: Record) -> str:
+    return "-" if found["p50"] is None else f"{found['p50']:.0f} / {found['p95']:.0f}"
+
+
+def _change(found: Record | None) -> tuple[str, str]:
+    if found is None:
+        return "-", "-"
+    return (
+        f"{found['before']:.1f} → {found['after']:.1f}",
+        f"{found['ratio']:.2f}{'*' if found['beyond_spread'] else ''}",
+    )
+
+
+def _pair(found: Record) -> str:
+    if found["before"] is None and found["after"] is None:
+        return "-"
+    return " → ".join(cell(value, "{:.4g}") for value in (found["before"], found["after"]))

@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.arguments import require_models
-from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache
+from eyas.cli.options import TARGET_HELP, AsJson, CacheOptions, Drafter, command, load_libraries
 from eyas.target.locate import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -17,25 +15,26 @@ if TYPE_CHECKING:
 _COLOURS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "note": typer.colors.BLUE}
 
 
+@command()
 def check(
-    drafter: Annotated[str, typer.Argument(help="A drafter's folder or hub id.")],
-    target: Annotated[str | None, typer.Option(help="The target it is meant for.")] = None,
+    drafter: Drafter,
+    target: Annotated[str | None, typer.Option(help=TARGET_HELP, show_default="the drafter is checked alone")] = None,
+    *,
+    kept: CacheOptions,
     as_json: AsJson = False,
-    cache: Cache = None,
 ) -> None:
     """Say what a drafter is and refuse what a server would load silently wrong. Exit code 2 if it will not work."""
-    require_models(target or DEFAULT_TARGET, drafter)
-    import_libraries()
+    load_libraries(target or DEFAULT_TARGET, drafter)
     from eyas.drafter.check import check as run
     from eyas.target.facts import read_facts
 
     if target is None:
         result = run(drafter)
     else:
-        from eyas.target.embedding import read_embedding
+        from eyas.target.facts import read_embedding
 
-        facts = read_facts(target, cache=cache)
-        result = run(drafter, target=facts, target_embedding=lambda: read_embedding(target, cache=cache))
+        facts = read_facts(target, cache=kept.cache)
+        result = run(drafter, target=facts, target_embedding=lambda: read_embedding(target, cache=kept.cache))
     if as_json:
         typer.echo(json.dumps(result.as_json(), indent=2))
     else:
@@ -62,7 +61,7 @@ def _print_text(result: "CheckReport") -> None:
     if config.eagle1:
         states = "behind the target's last norm"
     rows = {
-        "drafter": f"{result.family} ({result.layout} layout), {result.source}",
+        "drafter": f"{result.family} ({result.layout} format), {result.source}",
         "layers": f"{config.num_hidden_layers} of width {config.hidden_size} ({result.layers}), reading target states "
         f"of width {config.target_hidden_size} {states}",
         "vocabulary": pruned,

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`: options from a file, with vLLM's meaning. Keys are options; the command line wins."""
+"""Reads `--config FILE.yaml`, as vLLM has it: keys are options; the command line wins."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ ALIASES = {"model": "target", "model_tag": "target"}
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of this command's options; to be called before any other is read."""
+    """Make the file's values the defaults of this command's options, before any other option is read."""
     if path is not None and not context.resilient_parsing:
         context.default_map = _options(context, path)
     return path
@@ -50,7 +50,7 @@ def _options(context: typer.Context, path: Path) -> dict[str, Any]:
 
 
 def _value(path: Path, key: str, value: Any, *, several: bool) -> Any:
-    """A value as the option reads it: objects as JSON, one value for an option that repeats as a list of it."""
+    """Convert a value for its option: objects to JSON; for an option that repeats, one value to a list."""
     if isinstance(value, Mapping):
         return json.dumps(value)
     if isinstance(value, list):

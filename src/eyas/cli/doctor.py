@@ -1,145 +1,143 @@
-"""`eyas doctor`: does this drafter hold, where does it stop holding, and why."""
+"""`eyas doctor`: examine a drafter: how deep it holds, where it stops, and why."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from eyas.cli.arguments import as_json_value, make_folder, read_chat_format, read_stop, require_models, short_names
 from eyas.cli.help import MODEL, OUTPUT, SPECULATION, WORK
-from eyas.cli.libraries import import_libraries
 from eyas.cli.options import (
     AsJson,
-    Cache,
-    ChatTemplate,
-    ChatTemplateKwargs,
-    Device,
-    Dtype,
-    Quantization,
-    Raw,
-    Stop,
-    report,
+    ModelOptions,
+    Prompts,
+    StopOptions,
+    arguments_of,
+    command,
+    load_libraries,
+    options,
+    short_names,
 )
+from eyas.cli.terminal import (
+    ProgressDisplay,
+    cell,
+    make_folder,
+    print_result,
+    report,
+    text_file,
+    titled_table,
+    wide_console,
+    write_results,
+)
+from eyas.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from eyas.data.conversations import Conversation
     from eyas.doctor.examination import Examination, ExaminationConfig, ExaminationPrompt
     from eyas.doctor.requirements import Requirement
     from eyas.target.model import Target
 
+Record = Mapping[str, Any]
 
-def doctor(
-    context: typer.Context,
-    drafter: Annotated[str, typer.Option(help="A drafter's folder or hub id.", rich_help_panel=SPECULATION)],
-    prompts: Annotated[
-        list[Path],
-        typer.Option(help="Prompts or conversations: a file or folder; repeatable.", rich_help_panel=WORK),
-    ],
-    target: Annotated[
-        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
-    ] = "smollm2",
-    against: Annotated[
-        str | None, typer.Option(help="A second drafter to compare with.", rich_help_panel=SPECULATION)
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for doctor.json, doctor.png and doctor.html; earlier ones are replaced.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    require: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A condition such as length@3>=2.2, drift<=0.02 or retained@7000>=0.95; repeatable.",
-            rich_help_panel=WORK,
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to examine at most.", min=1, rich_help_panel=WORK)] = 40,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=2, rich_help_panel=WORK)] = 64,
-    depth: Annotated[int, typer.Option(help="Deepest draft to look at.", min=2, max=64, rich_help_panel=WORK)] = 16,
-    case_prompts: Annotated[
-        int,
-        typer.Option(help="Prompts of each other condition; from 5 on they are judged.", min=1, rich_help_panel=WORK),
-    ] = 6,
-    context_prompts: Annotated[
-        int,
-        typer.Option(help="Prompts of each length of context; from 5 on they are judged.", min=1, rich_help_panel=WORK),
-    ] = 2,
-    length: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Tokens of other text around a question; repeatable.",
-            min=1,
-            show_default="1000 to 7000",
-            rich_help_panel=WORK,
-        ),
-    ] = None,
-    filler: Annotated[
-        Path | None,
-        typer.Option(help="Text for those.", show_default="the other prompts of the file", rich_help_panel=WORK),
-    ] = None,
-    robustness: Annotated[bool, typer.Option(help="Try other conditions as well.", rich_help_panel=WORK)] = True,
-    diagnosis: Annotated[bool, typer.Option(help="Try repairs of known faults.", rich_help_panel=WORK)] = True,
-    minutes: Annotated[
-        float, typer.Option(help="No further condition is begun after this long.", min=0.0, rich_help_panel=WORK)
-    ] = 8.0,
-    seed: Annotated[int, typer.Option(help="Of noise and drawn answers.", rich_help_panel=WORK)] = 0,
-    stop: Stop = None,
-    chat_template: ChatTemplate = None,
-    chat_template_kwargs: ChatTemplateKwargs = None,
-    raw: Raw = False,
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
-    device: Device = "auto",
-    as_json: AsJson = False,
-    cache: Cache = None,
-) -> None:
+_STYLES = {"fault": "bold red", "warning": "yellow", "unknown": "magenta", "note": "blue", "healthy": "green"}
+_DECIDED = {"ship": "bold green", "do_not_ship": "bold red", "cannot_tell": "bold magenta"}
+_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@options(MODEL)
+class DoctorModelOptions(ModelOptions):
+    """The target."""
+
+    quantization: str = "none"
+
+
+@options(WORK)
+class ExaminationOptions(StopOptions):
+    """What is examined, and how thoroughly."""
+
+    drafter: Annotated[list[str], Option(rich_help_panel=SPECULATION)]
+    """A drafter's name, folder or hub id; repeat to compare with a second one."""
+    out: Annotated[Path | None, Option(rich_help_panel=OUTPUT)] = None
+    """Folder for doctor.json, doctor.png and doctor.html; earlier ones are replaced."""
+    require: list[str] | None = None
+    """A condition such as length@3>=2.2, drift<=0.02 or retained@7000>=0.95; repeatable."""
+    limit: Annotated[int, Option(min=1)] = 40
+    """Prompts to examine at most."""
+    max_tokens: Annotated[int, Option(min=2)] = 64
+    """New tokens per answer at most."""
+    depth: Annotated[int, Option(min=2, max=64)] = 16
+    """Deepest draft to look at."""
+    case_prompts: Annotated[int, Option(min=1)] = 6
+    """Prompts of each other condition; from 5 on they are judged."""
+    context_prompts: Annotated[int, Option(min=1)] = 2
+    """Prompts of each length of context; from 5 on they are judged."""
+    length: Annotated[list[int] | None, Option(min=1, show_default="1000 to 7000")] = None
+    """Tokens of other text around a question; repeatable."""
+    filler: Annotated[Path | None, Option(show_default="the other prompts of the file")] = None
+    """Text for those."""
+    robustness: bool = True
+    """Try other conditions as well."""
+    diagnosis: bool = True
+    """Try repairs of known faults."""
+    minutes: Annotated[float, Option(min=0.0)] = 8.0
+    """No further condition is begun after this long."""
+    seed: int = 0
+    """Seed of noise and sampled answers."""
+
+    def config(self) -> "ExaminationConfig":
+        """These options as the library has them."""
+        from eyas.doctor.examination import ExaminationConfig
+        from eyas.doctor.robustness import Conditions
+
+        conditions = Conditions(
+            prompts=self.case_prompts,
+            context_prompts=self.context_prompts,
+            max_new_tokens=min(32, self.max_tokens),
+            context_tokens=min(24, self.max_tokens),
+            depths=tuple(k for k in (3, 7) if k <= self.depth) or (self.depth,),
+            lengths=tuple(sorted(set(self.length or Conditions.lengths))),
+            seed=self.seed,
+        )
+        return ExaminationConfig(
+            depth=self.depth,
+            max_new_tokens=self.max_tokens,
+            stop_strings=self.stop_strings(),
+            conditions=conditions if self.robustness else None,
+            diagnosed=self.diagnosis,
+            minutes=self.minutes,
+        )
+
+
+@command()
+def doctor(prompts: Prompts, *, model: DoctorModelOptions, given: ExaminationOptions, as_json: AsJson = False) -> None:
     """Examine a drafter: drift by depth, robustness, known faults, and a verdict in words.
 
-    Ctrl-C tells and writes what was measured until then. Exit code 1 if a --require does not hold.
+    Ctrl-C prints and writes what was measured until then. Exit code 1 if a --require does not hold.
     """
-    require_models(target, drafter, against)
-    import_libraries()
-    from eyas.cli.progress import ProgressDisplay
+    arguments = arguments_of(**locals())
+    load_libraries(model.target, *given.drafter)
+    from eyas.data.files import read_conversations
     from eyas.doctor.candidate import load_candidate
     from eyas.doctor.examination import Examination
     from eyas.doctor.requirements import parse_requirement
-    from eyas.errors import UserError
-    from eyas.kernels.linear.packed_linear import pack_linears
-    from eyas.kernels.llama.packed_experts import pack_experts
-    from eyas.loading import load_target
-    from eyas.target.model import Target
 
-    arguments = {name: as_json_value(value) for name, value in context.params.items()}
-    requirements = [parse_requirement(text) for text in require or ()]
-    config = _config(depth, max_tokens, case_prompts, context_prompts, length, seed, robustness, diagnosis, minutes)
-    conversations = _read(prompts)
-    text = _filler(filler, conversations)
-    if out is not None:
-        make_folder(out)
-    if against == drafter:
-        raise UserError(f"--against {against} is the drafter itself; give another one")
-    names = short_names([drafter] if against is None else [drafter, against])
-    chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
-    config = replace(config, stop_strings=read_stop(stop))
-    if quantization == "none":
-        loaded = Target.load(
-            target, dtype=dtype, device=device, cache=cache, chat_format=chat_format, quantization="none"
-        )
-        # Faster on a CPU, and no row's result depends on the others'; never halved, so that states are exact.
-        pack_linears(loaded.model, halve=False, cache=cache)
-        pack_experts(loaded.model, halve=False, cache=cache)
-    else:
-        loaded = load_target(
-            target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
-        )
+    requirements = [parse_requirement(text) for text in given.require or ()]
+    config = given.config()
+    conversations = [conversation for file in prompts for conversation in read_conversations(file)]
+    text = _filler(given.filler, conversations)
+    make_folder(given.out)
+    names = short_names(given.drafter)
+    if len(names) < len(given.drafter):
+        raise UserError(f"--drafter {given.drafter[0]} is given twice; give another one to compare with")
+    loaded = _load(model)
     arguments["quantization"] = loaded.quantization
-    asked = chat_prompts(conversations, loaded, config, limit)
+    asked = chat_prompts(conversations, loaded, config, given.limit)
     candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
     examination = Examination(loaded, candidates, asked, config, filler=text)
     try:
@@ -148,54 +146,28 @@ def doctor(
     except (KeyboardInterrupt, UserError):
         if any(examination.measured.values()):
             report("stopped early; this is what was measured until then")
-            _deliver(examination, arguments, requirements, out, as_json=as_json)
+            _deliver(examination, arguments, requirements, given.out, as_json=as_json)
         raise
-    record = _deliver(examination, arguments, requirements, out, as_json=as_json)
+    record = _deliver(examination, arguments, requirements, given.out, as_json=as_json)
     if not all(gate["passed"] for gate in record["gates"]):
         raise typer.Exit(1)
 
 
-def _config(
-    depth: int,
-    max_tokens: int,
-    case_prompts: int,
-    context_prompts: int,
-    lengths: Sequence[int] | None,
-    seed: int,
-    robustness: bool,
-    diagnosis: bool,
-    minutes: float,
-) -> "ExaminationConfig":
-    from eyas.doctor.examination import ExaminationConfig
-    from eyas.doctor.robustness import Conditions
+def _load(model: DoctorModelOptions) -> "Target":
+    from eyas.kernels.linear.packed_linear import pack_linears
+    from eyas.kernels.llama.packed_experts import pack_experts
+    from eyas.target.model import Target
 
-    conditions = Conditions(
-        prompts=case_prompts,
-        context_prompts=context_prompts,
-        max_new_tokens=min(32, max_tokens),
-        context_tokens=min(24, max_tokens),
-        depths=tuple(k for k in (3, 7) if k <= depth) or (depth,),
-        lengths=tuple(sorted(set(lengths or Conditions.lengths))),
-        seed=seed,
-    )
-    return ExaminationConfig(
-        depth=depth,
-        max_new_tokens=max_tokens,
-        conditions=conditions if robustness else None,
-        diagnosed=diagnosis,
-        minutes=minutes,
-    )
-
-
-def _read(files: Sequence[Path]) -> "list[Conversation]":
-    from eyas.data.files import read_conversations
-
-    return [conversation for file in files for conversation in read_conversations(file)]
+    if model.quantization != "none":
+        return model.load()
+    loaded = Target.load(model.target, **model.placement())
+    # Faster on a CPU, and no row's result depends on the others'; never halved, so that states are exact.
+    pack_linears(loaded.model, halve=False, cache=model.cache)
+    pack_experts(loaded.model, halve=False, cache=model.cache)
+    return loaded
 
 
 def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
-    from eyas.errors import UserError
-
     if file is None:
         return "\n\n".join(str(message["content"]) for one in conversations for message in one.messages)
     try:
@@ -212,7 +184,7 @@ def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
 def chat_prompts(
     conversations: "Sequence[Conversation]", target: "Target", config: "ExaminationConfig", limit: int
 ) -> "list[ExaminationPrompt]":
-    """The first questions of the conversations, as many as `limit`, that leave room for an answer."""
+    """Encode the first questions of the conversations, at most `limit`, that leave room for an answer."""
     from eyas.data.encode_prompt import encode_prompt
     from eyas.doctor.examination import ExaminationPrompt
     from eyas.doctor.transcripts import Asked
@@ -238,24 +210,109 @@ def _deliver(
     as_json: bool,
 ) -> dict[str, Any]:
     """Print, then write."""
-    from eyas.cli.doctor_tables import print_record
+    from eyas.doctor.plot import plot_record
     from eyas.doctor.record import record_of
-    from eyas.errors import UserError
+    from eyas.doctor.report import render_report
 
     record = record_of(examination, arguments, requirements)
-    if as_json:
-        typer.echo(json.dumps(record))
-    else:
-        print_record(record)
-    if out is not None:
-        from eyas.doctor.plot import plot_record
-        from eyas.doctor.report import render_report
-
-        try:
-            (out / "doctor.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-            (out / "doctor.html").write_text(render_report(record), encoding="utf-8")
-            plot_record(record, out / "doctor.png")
-        except OSError as error:
-            raise UserError(f"cannot write to {out}: {error.strerror}; free space or choose another --out") from error
-        report(f"written: {', '.join(str(out / f'doctor.{kind}') for kind in ('html', 'json', 'png'))}")
+    print_result(record, lambda: _print_record(record), as_json=as_json)
+    write_results(
+        out,
+        {
+            "doctor.html": lambda path: path.write_text(render_report(record), encoding="utf-8"),
+            "doctor.json": text_file(json.dumps(record, indent=1)),
+            "doctor.png": lambda path: plot_record(record, path),
+        },
+    )
     return record
+
+
+def _print_record(record: Record) -> None:
+    """Print the decision, tables, then the verdict."""
+    console = wide_console(160)
+    for name, own in record["drafters"].items():
+        console.print(_decision(name, own["decision"], several=len(record["drafters"]) > 1), soft_wrap=True)
+    measured = {name: own for name, own in record["drafters"].items() if own["drift"]}
+    for name, own in measured.items():
+        console.print(_drift(name, own))
+    if record["cases"]:
+        console.print(_matrix(record))
+    for name, own in record["drafters"].items():
+        for line in _verdict(name, own):
+            console.print(line, soft_wrap=True)
+    for gate in record["gates"]:
+        style = "green" if gate["passed"] else "bold red"
+        console.print(f"{'holds' if gate['passed'] else 'FAILS'}  {gate['gate']}: {gate['reason']}", style=style)
+
+
+def _decision(name: str, decision: Record, *, several: bool) -> "Text":
+    from rich.text import Text
+
+    return Text(f"{name}: {decision['text']}" if several else decision["text"], style=_DECIDED[decision["outcome"]])
+
+
+def _drift(name: str, own: Record) -> "Table":
+    drift = own["drift"]
+    depths = [depth for depth in _SHOWN if depth <= drift["depth"]]
+    title = f"{name} ({own['family']}): {drift['prompts']} prompts, {drift['rounds']} rounds to depth {drift['depth']}"
+    table = titled_table(title, ["by depth", *map(str, depths), "slope per depth"])
+    rows = {
+        "acceptance length": ([one["value"] for one in drift["length"]], None, "{:.2f}"),
+        "conditional acceptance": (drift["conditional"]["value"], drift["conditional"]["slope"], "{:.0%}"),
+        "joint acceptance": (drift["joint"]["value"], drift["joint"]["slope"], "{:.0%}"),
+        "RMS fed back": (drift["rms"]["value"], drift["growth"], "{:.3g}"),
+        **{
+            f"attention on {region}": (curve["value"], curve["slope"], "{:.3f}")
+            for region, curve in drift["mass"].items()
+        },
+        "attention spread": (drift["spread"]["value"], drift["spread"]["slope"], "{:.3f}"),
+    }
+    for label, (values, slope, form) in rows.items():
+        cells = [cell(values[k - 1], form) for k in depths]
+        table.add_row(label, *cells, _slope(slope, relative=label == "RMS fed back"))
+    return table
+
+
+def _matrix(record: Record) -> "Table":
+    names = list(record["drafters"])
+    table = titled_table(
+        "acceptance length under other conditions, and what is kept of the unperturbed one", ["condition"]
+    )
+    for name in names:
+        table.add_column(name, justify="right")
+        table.add_column("kept", justify="right")
+    table.add_column("prompts", justify="right")
+    for case in record["cases"]:
+        if case["left_out"]:
+            table.add_row(case["name"], f"left out: {case['left_out']}")
+            continue
+        cells = []
+        for name in names:
+            found = list(case["cells"][name].values())[-1]
+            cells += [cell(found["length"], "{:.2f}"), cell(found["kept"]["value"], "{:.0%}")]
+        table.add_row(case["name"], *cells, str(case["prompts"]))
+    return table
+
+
+def _verdict(name: str, own: Record) -> Iterator["Text"]:
+    from rich.text import Text
+
+    verdict = own["verdict"]
+    yield Text(f"\n{name}: recommended depth {verdict['recommended_depth']}", style="bold")
+    for statement in verdict["statements"]:
+        text = Text(f"  {statement['level']:8} ", style=_STYLES[statement["level"]])
+        text.append(statement["text"], style="default")
+        if statement["cause"] and statement["cause"] != statement["text"]:
+            text.append(f"; likely cause: {statement['cause']}", style="default")
+        if statement["evidence"]:
+            text.append(f"\n           {'; '.join(statement['evidence'])}", style="dim")
+        if statement["advice"]:
+            text.append(f"\n           do: {statement['advice']}", style="default")
+        yield text
+
+
+def _slope(slope: Record | None, *, relative: bool) -> str:
+    if slope is None or slope["value"] is None:
+        return "-"
+    form = "{:+.1%}" if relative else "{:+.4f}"
+    return f"{form.format(slope['value'])} ({form.format(slope['low'])} .. {form.format(slope['high'])})"

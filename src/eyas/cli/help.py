@@ -5,7 +5,7 @@ Typer's own tables share 80 columns among six columns and leave 20 to the words.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -15,54 +15,17 @@ from typer.core import TyperCommand, TyperGroup
 from eyas import __version__
 
 UsageFault: Any = typer.BadParameter.__mro__[2]
-"""The base of every usage error. Older typer imports click, newer typer carries a copy of its own: only through typer's
-public BadParameter is it the right class in both."""
-MODEL = "Model"
-"""What is loaded: target, precision, place, template."""
-SPECULATION = "Speculation"
-"""What drafts, and how deep."""
-LEARNING = "Learning"
-"""What is kept of answers, and whose."""
-MEMORY = "Memory and batching"
-"""How many tokens and answers there is room for."""
-SAMPLING = "Sampling"
-"""How tokens are chosen."""
-CARD = "Card"
-"""What a plan is made for."""
-TRAINING = "Training"
-"""What a plan of a training run is made for."""
-SERVERS = "Servers"
-"""What a bench asks."""
-WORK = "What to measure"
-"""Prompts, conditions and sizes of a measurement."""
-API = "API"
-"""What clients may send and get."""
-NETWORK = "Network"
-"""Addresses, ports, TLS, proxies, connections."""
-ACCESS = "Access"
-"""Who may do what: keys, hosts, origins, changes."""
-LIMITS = "Limits"
-"""What one client may take from the others: queues, sizes, seconds."""
-OPERATION = "Operation"
-"""Logs, metrics, pages, files, what happens at the start and at the end."""
-OUTPUT = "Output"
-"""Where results go, and in which form."""
+"""The base of every usage error, through typer's public BadParameter: newer typer carries its own copy of click."""
+COMMON = "Common"
+"""The options of a long command that most people use."""
+SERVERS, MODEL, SPECULATION, CARD = "Servers", "Model", "Speculation", "Card"
+MEMORY, TRAINING, WORK, SAMPLING = "Memory and batching", "Training", "What to measure", "Sampling"
+API, NETWORK, ACCESS, LEARNING, LIMITS = "API", "Network", "Access", "Learning", "Limits"
+OPERATION, OUTPUT = "Operation", "Output"
 PANELS = (
-    SERVERS,
-    MODEL,
-    SPECULATION,
-    CARD,
-    MEMORY,
-    TRAINING,
-    WORK,
-    SAMPLING,
-    API,
-    NETWORK,
-    ACCESS,
-    LEARNING,
-    LIMITS,
-    OPERATION,
-    OUTPUT,
+    COMMON,
+    *(SERVERS, MODEL, SPECULATION, CARD, MEMORY, TRAINING, WORK, SAMPLING),
+    *(API, NETWORK, ACCESS, LEARNING, LIMITS, OPERATION, OUTPUT),
 )
 _OTHERS = "Options"
 
@@ -77,7 +40,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _version_option() -> Any:
-    """The option as typer builds it, for every command: each version of typer has its own class for it."""
+    """Build `--version` as typer does: each version of typer has its own class for options."""
     app = typer.Typer(add_completion=False)
 
     @app.command()
@@ -104,7 +67,7 @@ _VERSION = _version_option()
 
 @contextmanager
 def _aborts() -> Iterator[None]:
-    """Ctrl-C becomes an abort: typer would make a bare exit code of it, and `main` has a line to say."""
+    """Turn Ctrl-C into an abort, for which `main` prints a line; typer would only exit."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -115,7 +78,7 @@ class _Grouped:
     """Help in groups, and `--version`, for commands and groups of them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The command's own, then those of every command."""
+        """List the command's own parameters, then those of every command."""
         *own, asked_help = super().get_params(ctx)  # type: ignore[misc]
         return [*own, _VERSION, asked_help]
 
@@ -129,8 +92,21 @@ class _Grouped:
         with _aborts():
             return super().invoke(ctx)  # type: ignore[misc]
 
+    def _read_help(self) -> None:
+        """Set the help of options that come from classes, which is read from their source only where it is shown."""
+        texts = getattr(self.callback, "option_help", {})  # type: ignore[attr-defined]
+        for parameter in self.params:  # type: ignore[attr-defined]
+            if parameter.name in texts:
+                parameter.help = texts[parameter.name]()
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete a word; some shells show the help of options."""
+        self._read_help()
+        return super().shell_complete(ctx, incomplete)  # type: ignore[misc]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group of options, then subcommands."""
+        self._read_help()
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", *PANELS)}
         last = []
         for parameter in self.get_params(ctx):
@@ -176,14 +152,23 @@ def _short_type(names: str) -> str:
     return re.sub(r"<list\[(.+?)\]>", lambda found: f"<{found[1].lower()}>", names).replace(" range>", ">")
 
 
-def new_app(name: str | None = None, **settings: Any) -> typer.Typer:
-    """A group of commands whose help looks like everybody's; see `command` for what goes into it."""
-    return typer.Typer(
-        name=name,
+def new_app(help_text: str | None, *commands: Callable[..., Any], **settings: Any) -> typer.Typer:
+    """Make a group of commands. With a help text it prints its help when it is called without a command."""
+    app = typer.Typer(
         cls=CommandGroup,
         invoke_without_command=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings=SETTINGS,
-        **settings,
+        **{"add_completion": False, **settings},
     )
+    if help_text is not None:
+        app.callback(help=help_text)(_print_help)
+    for function in commands:
+        app.command(cls=GroupedCommand)(function)
+    return app
+
+
+def _print_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

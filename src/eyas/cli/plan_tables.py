@@ -1,19 +1,21 @@
-"""A plan's record as tables for people."""
+"""Prints a plan's record, and that of `eyas plan --train`."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from eyas.cli.tables import wide_console
+from eyas.cli.terminal import wide_console
 from eyas.plan.memory import size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from eyas.plan.training import TrainingFigure, TrainingPlan
+
 Record = Mapping[str, Any]
 
 
 def print_forecast(record: Record) -> None:
-    """Write everything to stdout; command lines last and unbroken, to be copied."""
+    """Print everything; command lines last and unbroken, to be copied."""
     console = wide_console(120, highlight=False)
     for line in _header(record):
         console.print(line, markup=False)
@@ -59,15 +61,10 @@ def _header(record: Record) -> Iterator[str]:
 
 
 def _memory(record: Record) -> "Table":
-    from rich.table import Table
-
     memory, asked = record["memory"], record["asked"]
     tokens = asked["users"] * asked["context"]
     title = "memory" if record["card"]["count"] == 1 else "memory of each card"
-    table = Table(title=title, title_justify="left")
-    table.add_column("what")
-    table.add_column("bytes", justify="right")
-    table.add_column("how")
+    table = _explained_table(title, "bytes")
     said = record["formulas"]
     table.add_row("target's weights", size(memory["weights"]), said["weights"])
     table.add_row("drafter's weights", size(memory["drafter"]), said.get("drafter", ""))
@@ -106,7 +103,7 @@ def _speeds(record: Record) -> "Table":
 
 
 def _how_fast(record: Record) -> Iterator[str]:
-    """How the speeds of the users that were asked for came about."""
+    """Yield the formulas of the speeds."""
     said, depth, users = record["formulas"], record["recommended_depth"], record["asked"]["users"]
     yield f"step      plain, {users} users: {said['step']}"
     if depth:
@@ -170,3 +167,42 @@ def _count(number: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def _explained_table(title: str | None, unit: str) -> "Table":
+    """A table of figures, each with its formula."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("what")
+    table.add_column(unit, justify="right")
+    table.add_column("how", overflow="fold")
+    return table
+
+
+def print_training(plan: "TrainingPlan", target: str) -> None:
+    """Print the plan of a training run, with the formula of every figure."""
+
+    run, console = plan.run, wide_console(120, highlight=False)
+    where = "beside the trainer, on its card" if plan.source == "live" else f"on {plan.servers} servers"
+    console.print(f"training  a drafter of {target}, {run.drafter.config.family}, on {run.card.name}", markup=False)
+    console.print(f"states    {plan.source}: the target is {where}", markup=False)
+    table = _explained_table(None, "")
+    for figure in plan.figures:
+        table.add_row(figure.name, _figure_words(figure), figure.formula)
+    console.print(table)
+    hint = "lower --step-tokens, or divide the target over more cards (--tensor-parallel-size)"
+    for note in plan.notes:
+        console.print(f"note      {note}", markup=False)
+    console.print("fits" if plan.fits else f"does not fit: {hint}")
+
+
+def _figure_words(figure: "TrainingFigure") -> str:
+    """A figure's value with its unit."""
+    if figure.unit == "bytes":
+        return size(figure.value) if figure.value < 2**40 else f"{figure.value / 2**40:,.1f} TiB"
+    if figure.unit == "bytes/s":
+        return f"{figure.value / 1e9:,.2f} GB/s"
+    whole = figure.value >= 100 or figure.value == int(figure.value)
+    number = f"{figure.value:,.0f}" if whole else f"{figure.value:.2f}"
+    return f"{number} {figure.unit}".strip()

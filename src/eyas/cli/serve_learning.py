@@ -1,15 +1,14 @@
-"""`eyas serve --learn`: whose answers are kept and where, and whether the server adapts its drafter to them.
+"""`eyas serve --learn`: the folder of kept answers, and how the server adapts its drafter to them.
 
-Settled before a model is loaded, and said at the start.
+All of it is checked before a model is loaded, and reported at the start.
 """
 
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from eyas.cli.served_engine import ServedEngine
+from eyas.cli.serve_options import ServeArguments
+from eyas.cli.terminal import report
 from eyas.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,56 +16,74 @@ if TYPE_CHECKING:
     from eyas.serve.learning.answer_ring import AnswerRing
     from eyas.serve.learning.collector import LearnFolder
     from eyas.serve.learning.learner import LearnerSettings
+    from eyas.serve.served_engine import ServedEngine
 
 
-def open_ring(
-    access: "AccessRules", host: str, folder: Path | None, keys: Sequence[str], max_bytes: int
-) -> "tuple[AccessRules, AnswerRing | None]":
-    """The folder for answers, made or taken over, and the rules with the keys that opted in; without --learn none."""
+def open_ring(access: "AccessRules", given: ServeArguments) -> "tuple[AccessRules, AnswerRing | None]":
+    """Open the folder for answers; return it with the rules that hold the keys that opted in. Without --learn: None."""
     from eyas.serve.access.policy import with_learning
     from eyas.serve.learning.answer_ring import AnswerRing
 
-    if folder is None:
-        if keys:
+    if given.learn is None:
+        if given.learn_key:
             raise UserError(
                 "--learn-key (EYAS_LEARN_KEY) names who opted in, but nothing is kept; add --learn or leave it out"
             )
         return access, None
-    return with_learning(access, host, keys), AnswerRing(folder, max_bytes)
+    keys = given.learn_key or ()
+    return with_learning(access, given.host, keys), AnswerRing(given.learn, given.learn_bytes)
 
 
-def closing_ring(ring: "AnswerRing | None") -> "AbstractContextManager[object]":
-    """Lets go of the folder at the end."""
-    return nullcontext() if ring is None else closing(ring)
+def learner_settings(given: ServeArguments, target: str, drafter: str | None) -> "LearnerSettings | None":
+    """How the server adapts its drafter; None if it only keeps answers."""
+    from eyas.serve.learning.learner import LearnerSettings
+
+    options = _adapt_options(given, target)
+    if not given.learn_share:
+        return None
+    share = f"--learn-share is {given.learn_share:g}"
+    if given.learn is None:
+        raise UserError(f"{share}, but nothing is kept to learn from; add --learn or leave it out")
+    if given.engine == "vllm":
+        raise UserError(
+            "--learn-share swaps drafters while it serves, and vLLM keeps the one that it was started with; leave it "
+            "out: answers are kept (--learn), `eyas adapt` learns from them, and a restart takes the new drafter"
+        )
+    if drafter is None:
+        raise UserError("--learn-share adapts a drafter, and there is none; name one by --speculative-config")
+    if given.revision is not None:
+        raise UserError(
+            f"--learn-share learns from a target by its name alone, not of revision {given.revision}; serve a folder "
+            "of it"
+        )
+    return LearnerSettings(
+        share=given.learn_share,
+        options=options,
+        answers=given.learn_answers,
+        interval=given.learn_interval,
+        resume=given.learn_resume,
+    )
 
 
-def adapt_options(
-    target: str,
-    *,
-    dtype: str,
-    quantization: str,
-    device: str,
-    learn_device: str | None,
-    chat_template: str | None,
-    raw: bool,
-    cache: Path | None,
-    more: str,
-) -> list[str]:
+def _adapt_options(given: ServeArguments, target: str) -> list[str]:
     """The options of `eyas adapt` under which it sees the target as it is served."""
     from eyas.target.device import choose_device
 
-    # What another kind of device cannot multiply is left to what it can.
-    other = learn_device is not None and choose_device(learn_device).type != choose_device(device).type
-    words = ["--target", target, "--dtype", dtype, "--quantization", "auto" if other else quantization]
-    words += ["--device", learn_device or device]
-    words += [] if chat_template is None else ["--chat-template", chat_template]
-    words += ["--raw"] if raw else []
-    words += [] if cache is None else ["--cache", str(cache)]
+    device = given.learn_device or given.device
+    # Another kind of device may not multiply these matrices.
+    other = given.learn_device is not None and choose_device(device).type != choose_device(given.device).type
+    words = ["--target", target, "--dtype", given.dtype, "--quantization", "auto" if other else given.quantization]
+    words += ["--device", device]
+    words += [] if given.chat_template is None else ["--chat-template", given.chat_template]
+    words += ["--raw"] if given.raw else []
+    words += [] if given.cache is None else ["--cache", str(given.cache)]
     try:
-        words += shlex.split(more)
+        words += shlex.split(given.learn_options)
     except ValueError as error:
-        raise UserError(f"--learn-options is {more!r} ({error}); write it as on a command line") from error
-    _require_known(words, more)
+        raise UserError(
+            f"--learn-options is {given.learn_options!r} ({error}); write it as on a command line"
+        ) from error
+    _require_known(words, given.learn_options)
     return words
 
 
@@ -86,47 +103,13 @@ def _require_known(words: Sequence[str], more: str) -> None:
         raise UserError(f"--learn-options is {more!r}: {message}; see `eyas adapt --help`") from error
 
 
-def learner_settings(
-    share: float,
-    *,
-    folder: Path | None,
-    engine: str,
-    drafter: str | None,
-    revision: str | None,
-    answers: int,
-    interval: float,
-    resume: bool,
-    options: Sequence[str],
-) -> "LearnerSettings | None":
-    """How the server adapts its drafter; None if it only keeps answers."""
-    from eyas.serve.learning.learner import LearnerSettings
-
-    if not share:
-        return None
-    if folder is None:
-        raise UserError(f"--learn-share is {share:g}, but nothing is kept to learn from; add --learn or leave it out")
-    if engine == "vllm":
-        raise UserError(
-            "--learn-share swaps drafters while it serves, and vLLM keeps the one that it was started with; leave it "
-            "out: answers are kept (--learn), `eyas adapt` learns from them, and a restart takes the new drafter"
-        )
-    if drafter is None:
-        raise UserError("--learn-share adapts a drafter, and there is none; name one by --speculative-config")
-    if revision is not None:
-        raise UserError(
-            f"--learn-share learns from a target by its name alone, not of revision {revision}; serve a folder of it"
-        )
-    return LearnerSettings(share=share, options=options, answers=answers, interval=interval, resume=resume)
-
-
 def learn_from(
     ring: "AnswerRing | None",
     access: "AccessRules",
-    served: ServedEngine,
+    served: "ServedEngine",
     learner: "LearnerSettings | None",
-    report: Callable[[str], None],
 ) -> "LearnFolder | None":
-    """What the server keeps answers with, once its target is known; people are told of it."""
+    """Make the folder of kept answers, once the target is known, and report it."""
     from eyas.data.author_check import AuthorCheck
     from eyas.serve.access.policy import ANY
     from eyas.serve.learning.collector import LearnFolder

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a run that saves what it has.
+"""SIGINT and SIGTERM in a run that can save its state.
 
 Until there is something to save, a signal ends the process at once. After that the first one asks the run to save and
 stop, and a later one ends it at once. "At once" is an exit that unwinds, so that half-written files go away; whatever
@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from eyas.cli.options import report
+from eyas.cli.terminal import report
 
 
 class StopRequest:

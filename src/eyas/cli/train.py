@@ -1,34 +1,28 @@
 """`eyas train`: from a recipe to a drafter that servers load."""
 
-import functools
 import json
 import logging
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.log import LOGGER
-from eyas.cli.options import AsJson, Cache, Ticker, report
+from eyas.cli.options import AsJson, CacheOptions, command
 from eyas.cli.stop import StopRequest
+from eyas.cli.terminal import LOGGER, Ticker, report
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from eyas.target.model import Target
-    from eyas.target.parts import TargetParts
     from eyas.train.estimate import RoundCounts
-    from eyas.train.features import OpenSource
     from eyas.train.loop import TrainMetrics
     from eyas.train.ranks import Ranks
     from eyas.train.recipe import Recipe
 
 
+@command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, see recipes/ and docs/training.md.")],
     overrides: Annotated[
@@ -39,8 +33,9 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output.folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    *,
+    kept: CacheOptions,
     as_json: AsJson = False,
-    cache: Cache = None,
 ) -> None:
     """Train drafters as a recipe says.
 
@@ -55,11 +50,15 @@ def train(
         typer.echo(to_toml(chosen))
         return
     with StopRequest() as stop:
-        ranks = _join_ranks()
+        from eyas.train.ranks import Ranks
+
+        ranks = Ranks.join()
         if ranks.is_main:
             report(to_toml(chosen))
+        else:  # what all processes would log is logged once
+            LOGGER.setLevel(logging.WARNING)
         try:
-            _train(chosen, ranks, stop, resume=resume, as_json=as_json, cache=cache)
+            _train(chosen, ranks, stop, resume=resume, as_json=as_json, cache=kept.cache)
         finally:
             ranks.leave()
 
@@ -68,9 +67,10 @@ def _train(
     recipe: "Recipe", ranks: "Ranks", stop: StopRequest, *, resume: bool, as_json: bool, cache: Path | None
 ) -> None:
     from eyas.target.facts import read_facts
+    from eyas.train import load_target
+    from eyas.train.journal import open_tracker
     from eyas.train.preflight import check_run
     from eyas.train.run import run
-    from eyas.train.trackers import open_tracker
 
     folder = Path(recipe.output.folder)
     facts = read_facts(recipe.target.source, cache=cache)
@@ -78,7 +78,7 @@ def _train(
     trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.is_main]
     tick = Ticker()
     with (
-        _open_target(recipe, ranks, stop, cache) as (parts, open_source, source_record),
+        load_target.open_training_target(recipe, ranks, stop.asked, cache) as (parts, open_source, source_record),
         TrainScreen(shown=ranks.is_main) as screen,
     ):
         outcome = run(
@@ -107,89 +107,20 @@ def _train(
         length = f", acceptance length {held_out[name]['acceptance_length']:.2f} held out" if name in held_out else ""
         typer.echo(f"{name}: {place}{length}")
     typer.echo(f"log, plot and record: {folder}")
-    _say_what_next(recipe, outcome.drafters)
+    say_what_next(recipe.target.source, str(next(iter(outcome.drafters.values()))))
 
 
-def _say_what_next(recipe: "Recipe", drafters: dict[str, Path]) -> None:
-    """The commands that measure and serve what was trained; of several drafters, the first."""
-    target, drafter = recipe.target.source, str(next(iter(drafters.values())))
+def say_what_next(target: str, drafter: str) -> list[str]:
+    """Print the commands that measure and serve a drafter; return the arguments of the latter."""
     typer.echo("measure it: " + shlex.join(["eyas", "eval", "PROMPTS.jsonl", "--target", target, "--drafter", drafter]))
     config = json.dumps({"model": drafter, "method": "eagle3"})
-    typer.echo("serve it: " + shlex.join(["eyas", "serve", target, "--speculative-config", config]))
-
-
-@contextmanager
-def _open_target(
-    recipe: "Recipe", ranks: "Ranks", stop: StopRequest, cache: Path | None
-) -> "Iterator[tuple[TargetParts, OpenSource, Callable[[], dict[str, Any]]]]":
-    """What training needs of the target, what computes its states, and what there is to record of that."""
-    from eyas.target.parts import TargetParts
-
-    if not recipe.features.servers:
-        from eyas.train.sources.live import LiveSource
-
-        target = load_training_target(recipe, ranks, cache)
-        yield TargetParts.of(target), functools.partial(LiveSource, target, chunk=recipe.train.chunk), dict
-        return
-    from eyas.train.preflight import layers_read
-    from eyas.train.served.open import open_served, states_server
-
-    parts = TargetParts.load(
-        recipe.target.source,
-        dtype=recipe.target.dtype,
-        device=choose_training_device(recipe.target.device),
-        cache=cache,
-        chat_format=recipe.target.chat_format(),
-    )
-    layer_ids = layers_read(recipe, parts.facts)
-    with open_served(recipe, parts, layer_ids, ranks=ranks, stop=stop.asked) as open_source:
-        if ranks.is_main:
-            line = states_server(recipe, layer_ids, parts.facts.num_hidden_layers, cache).line()
-            report(f"states come from {', '.join(recipe.features.servers)}; such a server is started by: {line}")
-        yield parts, open_source, open_source.record
-
-
-def load_training_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Target":
-    """Load the target, where weights pass through the host's memory one process of a machine after the other."""
-    from eyas.loading import load_target
-    from eyas.target.model import Target, loads_onto_device
-
-    device = choose_training_device(recipe.target.device)
-
-    def load() -> Target:
-        if recipe.target.quantization != "none":
-            return load_target(
-                recipe.target.source,
-                dtype=recipe.target.dtype,
-                device=device,
-                quantization=recipe.target.quantization,
-                cache=cache,
-                chat_format=recipe.target.chat_format(),
-            )
-        return Target.load(
-            recipe.target.source,
-            dtype=recipe.target.dtype,
-            device=device,
-            quantization="none",
-            spread=recipe.target.spread,
-            cache=cache,
-            chat_format=recipe.target.chat_format(),
-        )
-
-    if ranks.world == 1 or device == "cpu" or loads_onto_device():
-        return load()
-    report("accelerate is not installed: the processes load the target one after another, through the host's memory")
-    loaded = None
-    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world)))):
-        if turn == int(os.environ.get("LOCAL_RANK", "0")):
-            loaded = load()
-        ranks.barrier()
-    assert loaded is not None
-    return loaded
+    served = ["serve", target, "--speculative-config", config]
+    typer.echo("serve it: " + shlex.join(["eyas", *served]))
+    return served
 
 
 class TrainScreen:
-    """A table that is drawn over where there is a terminal, and lines where there is none."""
+    """Shows metrics as a live table where there is a terminal, as lines where there is none."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
@@ -239,25 +170,3 @@ class TrainScreen:
     def saved(self, step: int, place: Path) -> None:
         if self._live is None and self._shown:
             report(f"saved {place}")
-
-
-def _join_ranks() -> "Ranks":
-    from eyas.train.ranks import Ranks
-
-    ranks = Ranks.join()
-    if not ranks.is_main:  # what all of them would say is said once
-        LOGGER.setLevel(logging.WARNING)
-    return ranks
-
-
-def choose_training_device(asked: str) -> str:
-    """The device of this process, where a recipe says auto: its own GPU, or the CPU."""
-    import torch
-
-    if asked != "auto":
-        return asked
-    if not torch.cuda.is_available():
-        return "cpu"
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(local)
-    return f"cuda:{local}"

@@ -1,4 +1,4 @@
-"""Records that cannot be used: skipped, counted by reason, the first few named, and refused when they are too many."""
+"""Bad records: skipped and counted by reason with examples; too many are an error."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,9 +8,8 @@ from typing import Any
 from eyas.errors import UserError
 
 MAX_BAD_SHARE = 0.05
-"""Bad records that are skipped where nobody says otherwise, as a share of all that are read."""
+"""Default limit for bad records, as a share of all."""
 EXAMPLES = 3
-"""Records that are named for each reason."""
 
 
 class RecordError(UserError):
@@ -20,18 +19,18 @@ class RecordError(UserError):
         super().__init__(f"{where}: {message}")
         self.where = where
         self.reason = reason
-        """In a few words and without what is peculiar to this record, so that equal ones can be counted."""
+        """A few words without details of this record, so that equal reasons can be counted."""
 
 
 @dataclass(kw_only=True)
 class BadRecords:
-    """What was skipped. Whoever reads without one stops at the first bad record."""
+    """Counts and examples of skipped records."""
 
     read: int = 0
-    """Records in all, bad ones included."""
+    """All records, bad ones included."""
     by_reason: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """The first few of each reason, with file, line and what is wrong."""
+    """The first messages of each reason."""
 
     def __len__(self) -> int:
         return self.by_reason.total()
@@ -47,7 +46,7 @@ class BadRecords:
         return self
 
     def add(self, error: UserError, reason: str = "refused") -> None:
-        """Count a record that cannot be used; `reason` is for errors that name none."""
+        """Count a bad record; `reason` is for errors that have none."""
         if isinstance(error, RecordError):
             reason = error.reason
         self.by_reason[reason] += 1
@@ -56,11 +55,11 @@ class BadRecords:
             examples.append(str(error))
 
     def too_many(self, max_share: float) -> bool:
-        """Whether they exceed a share of what was read. A single one does not, unless none is allowed."""
+        """Whether they exceed a share of all. A single one does not, unless the share is 0."""
         return len(self) > (max(1, max_share * self.read) if max_share else 0)
 
     def require_few(self, max_share: float, name: str) -> None:
-        """Refuse what holds too many, or nothing else; `name` is what the user calls the limit."""
+        """Raise if there are too many, or only bad records; `name` is the limit's name for the user."""
         if self and len(self) == self.read:
             raise UserError(f"none of {self.read:,} records can be used: {'; '.join(self.lines())}; mend the files")
         if self.too_many(max_share):
@@ -70,10 +69,9 @@ class BadRecords:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """For a run's record."""
         return {"records": len(self), "read": self.read, "by_reason": dict(self.by_reason), "examples": self.examples}
 
     def lines(self) -> Iterator[str]:
-        """One for each reason, most frequent first: how many, and the first of them."""
+        """One line for each reason, most frequent first: count and first example."""
         for reason, count in self.by_reason.most_common():
             yield f"{count:,} x {reason}, as {self.examples[reason][0]}"

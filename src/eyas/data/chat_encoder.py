@@ -1,27 +1,25 @@
-"""From a conversation to token ids and a loss mask.
+"""Encodes conversations as token ids with a loss mask.
 
-The mask marks what the target itself generates: its answers with the stop token that ends them, and nothing the
-template puts around them. An answer that a length ended has no stop token.
+The mask marks the tokens that the target generates: answers with their stop token, nothing else of the template. An
+answer that a length limit ended has no stop token.
 
-A record may keep the tokens that its author read and said; those are used as they are. From text the same is made for
-every answer: the prompt is the template's rendering of the messages before it, as a server would feed it, and the
-answer is what the target would have had to generate there. Answers of one conversation share a row as long as each
-prompt begins with all of the row before it. Where a template rewrites earlier turns (many drop old thinking), the
-target saw another text, and the answer gets a row of its own.
+Token ids of a record are used as they are. Otherwise the prompt of an answer is the template's rendering of the
+messages before it, as a server would feed it, and the answer is the text that the target would have generated there.
+Answers of a conversation share a row as long as each prompt begins with the whole row so far. If the template rewrites
+earlier turns (many drop old reasoning), the answer gets a row of its own.
 """
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eyas.data.answer_text import AnswerWriter, ReasoningTags, call_names, find_tags
+from eyas.data.answer_text import REASONING_FIELDS, AnswerWriter, ReasoningTags, call_names, find_tags
 from eyas.data.conversations import Conversation, Message, Sample
-from eyas.data.tool_messages import message_forms
 from eyas.errors import UserError
 from eyas.target.chat_template import (
     TEMPLATE_ERRORS,
@@ -34,15 +32,14 @@ from eyas.target.chat_template import (
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A row: a text as the target reads it."""
+    """A training row: token ids and loss mask."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    """Whether the target would have generated this token."""
+    """True for tokens that the target generates."""
 
     @property
     def trainable(self) -> int:
-        """Tokens that count."""
         return sum(self.mask)
 
     def shortened(self, length: int) -> "Encoded | None":
@@ -56,7 +53,7 @@ class Encoded:
 
 
 def merge(samples: Iterable[Sample]) -> tuple[Encoded, ...]:
-    """Samples of one conversation as rows: one whose prompt begins with the whole row before it extends that row."""
+    """Rows of a conversation: a sample extends the last row if its prompt begins with that row."""
     rows: list[tuple[list[int], list[bool]]] = []
     for sample in samples:
         ids, mask = rows[-1] if rows else ([], [])
@@ -70,7 +67,7 @@ def merge(samples: Iterable[Sample]) -> tuple[Encoded, ...]:
 
 
 class ChatEncoder:
-    """Encodes conversations with a tokenizer's own chat template."""
+    """Encodes conversations with the tokenizer's chat template."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class ChatEncoder:
         *,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`variables` are the template's arguments, such as enable_thinking; a record's own go over them."""
+        """`variables` are template arguments, such as enable_thinking; those of a record override them."""
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._stops = {text: i for i in sorted(stop_ids, reverse=True) if (text := str(tokenizer.decode([i])))}
@@ -91,14 +88,14 @@ class ChatEncoder:
         )
         self._tags: dict[str, ReasoningTags | None] = {}
         self.unwritten = 0
-        """Answers left out so far: the template does not write what they call."""
+        """Number of answers left out because the template does not render their tool calls."""
 
     def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
-        """The rows of one conversation; none if nobody answers in it."""
+        """The rows of a conversation; none if it has no answer."""
         return merge(self.samples(conversation))
 
     def samples(self, conversation: Conversation) -> tuple[Sample, ...]:
-        """Its answers as tokens, each with its prompt."""
+        """The answers of a conversation as token ids, each with its prompt."""
         if conversation.samples:
             return conversation.samples
         if not conversation.answered:
@@ -130,10 +127,7 @@ class ChatEncoder:
     def _samples_of(
         self, messages: Sequence[Message], conversation: Conversation, variables: Mapping[str, Any]
     ) -> tuple[tuple[Sample, ...], bool]:
-        """The answers that the template writes, and whether those are all.
-
-        One with calls that the template leaves out is none: nobody knows what the target said there.
-        """
+        """The answers whose tool calls the template renders, and whether these are all."""
         writer = AnswerWriter(
             lambda said, opening: self._render(said, variables, conversation.tools, opening=opening),
             lambda: self._reasoning_tags(variables),
@@ -170,19 +164,19 @@ class ChatEncoder:
         *,
         opening: bool,
     ) -> str:
-        """The template's text, as `Target.encode_chat` has it."""
+        """Render as `Target.encode_chat` does."""
         options = ChatTemplateOptions(variables=variables, add_generation_prompt=opening)
         return render_chat(self._tokenizer, messages, tools or None, options)
 
     def _spoken_ids(self, text: str, stop: str) -> tuple[int, ...]:
-        """The tokens of an answer, which begin anew behind the prompt."""
+        """Token ids of an answer, tokenised apart from its prompt."""
         ids = self._ids(self._guard + text)[len(self._ids(self._guard)) :]
         if not stop:
             return ids
         return (*ids, self._stops[stop]) if stop in self._stops else ids + self._ids(stop)
 
     def _prompt_ids(self, text: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The tokens of a prompt; turns that earlier prompts of the conversation had are not tokenised again."""
+        """Token ids of a prompt; pieces in `known` are not tokenised again."""
         if not self._seams:
             return self._ids(text)
         ends = [seam.end() for seam in re.finditer("|".join(map(re.escape, self._seams)), text)]
@@ -193,16 +187,96 @@ class ChatEncoder:
         return tuple(chain.from_iterable(known[piece] for piece in pieces))
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        # The template has written the special tokens.
         encoding: Any = self._tokenizer(text, add_special_tokens=False)
         return tuple(encoding["input_ids"])
 
 
-def _needed_guard(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A special token before which a text has to be tokenised, because the tokenizer begins one with a space; or none.
+def message_forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
+    """Variants of a conversation's messages for templates that refuse or drop tool calls; the server uses the first.
 
-    An answer stands behind a prompt: the space would be one that nobody wrote.
+    Most templates want arguments as an object, some as JSON text; some want null content beside calls, some ids of nine
+    letters, and some no reasoning beside content and calls.
     """
+    plain = _with_calls(messages)
+    yield plain
+    if not any(message.get("tool_calls") for message in plain):
+        return
+    as_text = [_arguments_as_text(message) for message in plain]
+    yield as_text
+    for form in (plain, as_text):
+        yield [{**m, "content": None} if m.get("tool_calls") and not m.get("content") else m for m in form]
+    for form in (plain, as_text):
+        yield _short_ids(form)
+    yield [
+        {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+        if message.get("tool_calls") and message.get("content")
+        else message
+        for message in plain
+    ]
+
+
+def _with_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Give tool calls and results ids and names, and arguments as objects."""
+    made: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    unanswered: list[str] = []
+    for message in messages:
+        turn = dict(message)
+        if turn.get("tool_calls"):
+            turn["tool_calls"] = [_call(call, len(names) + n) for n, call in enumerate(turn["tool_calls"])]
+            names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
+            unanswered = [call["id"] for call in turn["tool_calls"]]
+        if turn["role"] == "tool":
+            key = turn.setdefault("tool_call_id", unanswered[0] if unanswered else f"call{len(names):05d}")
+            unanswered = [other for other in unanswered if other != key]
+            if key in names:
+                turn.setdefault("name", names[key])
+        made.append(turn)
+    return made
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function") or {key: value for key, value in call.items() if key in ("name", "arguments")}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    function = {**function, "arguments": {} if arguments is None else arguments}
+    return {"id": f"call{number:05d}", "type": "function", **call, "function": function}
+
+
+def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
+
+
+def _short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Replace ids of tool calls by ids of nine letters and digits."""
+    short: dict[str, str] = {}
+    made = []
+    for message in messages:
+        turn = dict(message)
+        if turn.get("tool_calls"):
+            for call in turn["tool_calls"]:
+                short.setdefault(call["id"], f"call{len(short):05d}")
+            turn["tool_calls"] = [{**call, "id": short[call["id"]]} for call in turn["tool_calls"]]
+        if "tool_call_id" in turn:
+            turn["tool_call_id"] = short.setdefault(turn["tool_call_id"], f"call{len(short):05d}")
+        made.append(turn)
+    return made
+
+
+def _needed_guard(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A special token to precede answers in tokenisation, if the tokenizer puts a space before texts; else empty."""
     guard, probe = str(tokenizer.eos_token or ""), "a b"
     if not guard:
         return ""
@@ -213,7 +287,7 @@ def _needed_guard(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _parts_texts(tokenizer: PreTrainedTokenizerBase, token: str, token_id: int) -> bool:
-    """Whether what stands behind this token is tokenised as if nothing stood before it."""
+    """Whether text after this token is tokenised independently of text before it."""
 
     def ids(text: str) -> list[int]:
         found: list[int] = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A prompt of a record: its messages with its own tools and template arguments, which go over the run's."""
+"""Encodes the prompt of a record; its own tools and template arguments override those of the run."""
 
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
@@ -7,7 +7,7 @@ from eyas.target.text import TargetText
 
 
 def encode_prompt(target: TargetText, conversation: Conversation) -> list[int]:
-    """The ids of a conversation up to where the assistant answers."""
+    """Token ids of a conversation, with the generation prompt."""
     variables = conversation.chat_template_kwargs
     check_variables(target.tokenizer, variables, conversation.where)
     try:

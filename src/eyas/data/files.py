@@ -1,7 +1,7 @@
-"""Conversations from files as they lie around: JSON lines, JSON arrays, Parquet, Arrow, compressed or in folders.
+"""Reads conversations from files and folders: JSON lines, JSON arrays, Parquet, Arrow; plain or compressed.
 
-What a file is, its first bytes say, not its name; only Parquet and Arrow are also known by their suffix. Everything is
-read lazily and in order, so a corpus may be larger than memory.
+The format is recognised by the first bytes; Parquet and Arrow also by their suffix. Everything is read lazily and in
+order, so a corpus may be larger than memory.
 """
 
 import codecs
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst", ".zstd")
-"""Behind one of `SUFFIXES`; what lies in a folder is found by these names."""
+"""Suffixes that may follow those of `SUFFIXES` in a folder."""
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 KEPT_ANSWERS = f"answers-{'[0-9]' * 8}.jsonl"
-"""Files of a server that keeps its answers."""
+"""Files of `eyas serve --learn`."""
 CHUNK = 1 << 20
-"""Characters that are decoded at a time where records are not lines."""
+"""Bytes read at a time where records are not lines."""
 
 _GZIP, _ZSTD, _PARQUET, _ARROW_FILE = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"ARROW1"
 _SPLITS = "train|test|validation|valid|val|dev|eval"
 
 Row = tuple[int, object]
-"""A record's number from 1 (its line, where it has one), and the record or the `RecordError` that stands for it."""
+"""A record's line or number, from 1, and the record or its `RecordError`."""
 
 
 def read_conversations(path: Path, bad: BadRecords | None = None) -> Iterator[Conversation]:
-    """Read a file or folder lazily; bad records are counted in `bad`, or the first ends the reading."""
+    """Read a file or folder lazily; bad records are counted in `bad`, or the first raises."""
     return iter(ConversationReader(expand_files([path]), bad))
 
 
 class ConversationReader:
-    """Reads files one behind the other, and knows how far it is."""
+    """Reads files in order and knows its progress in bytes."""
 
     def __init__(self, files: Sequence[Path], bad: BadRecords | None = None) -> None:
         self._files = files
@@ -53,11 +53,9 @@ class ConversationReader:
         self._behind = 0
         self._place: Callable[[], int] = lambda: 0
         self.bytes_total = sum(file.stat().st_size for file in files if file.is_file())
-        """As the files lie there, compressed or not."""
 
     @property
     def bytes_read(self) -> int:
-        """Of `bytes_total`."""
         return self._behind + self._place()
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -88,10 +86,8 @@ class ConversationReader:
                 magic = raw.read(6)
                 raw.seek(0)
                 self._place = lambda: 0 if raw.closed else raw.tell()
-                if path.suffix == ".parquet" or magic[:4] == _PARQUET:
-                    yield from self._parquet_rows(path)
-                elif path.suffix == ".arrow" or magic == _ARROW_FILE:
-                    yield from _arrow_rows(path, raw, is_stream=magic != _ARROW_FILE)
+                if path.suffix in (".parquet", ".arrow") or magic[:4] == _PARQUET or magic == _ARROW_FILE:
+                    yield from self._table_rows(path, raw, magic)
                 else:
                     with _decompressed(path, raw, magic) as stream:
                         yield from _json_rows(path, stream)
@@ -100,27 +96,32 @@ class ConversationReader:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}; check the path") from error
 
-    def _parquet_rows(self, path: Path) -> Iterator[Row]:
+    def _table_rows(self, path: Path, raw: IO[bytes], magic: bytes) -> Iterator[Row]:
         pyarrow = _pyarrow(path)
-        from pyarrow import parquet
-
-        size, number = path.stat().st_size, 0
+        number, kind = 0, "Arrow"
         try:
-            with parquet.ParquetFile(path) as table:
-                rows = table.metadata.num_rows
-                self._place = lambda: size * number // max(1, rows)
-                for batch in table.iter_batches(batch_size=1024):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield number, row
+            if path.suffix == ".parquet" or magic[:4] == _PARQUET:
+                from pyarrow import parquet
+
+                table, size, kind = parquet.ParquetFile(path), path.stat().st_size, "Parquet"
+                rows = max(1, table.metadata.num_rows)
+                self._place = lambda: size * number // rows
+                batches = table.iter_batches(batch_size=1024)
+            elif magic == _ARROW_FILE:
+                opened = pyarrow.ipc.open_file(raw)
+                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+            else:
+                batches = pyarrow.ipc.open_stream(raw)
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+                yield number, row
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {path} as Parquet ({error}); check the file") from error
+            raise UserError(f"cannot read {path} as {kind} ({error}); check the file") from error
 
 
 def expand_files(patterns: Sequence[str | Path]) -> list[Path]:
     """The files that paths, folders and globs stand for, in order.
 
-    A folder may be one of `datasets` (`save_to_disk`), one as on the hub, or any that holds files of conversations.
+    A folder may come from `datasets` (`save_to_disk`) or the hub, or hold any files of conversations.
     """
     files: list[Path] = []
     for pattern in patterns:
@@ -146,7 +147,7 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file():
         listed = _json_file(folder / "state.json").get("_data_files") or []
         return [folder / file["filename"] for file in listed]
-    if kept := sorted(folder.glob(KEPT_ANSWERS)):  # of `eyas serve --learn`, which has other things in there too
+    if kept := sorted(folder.glob(KEPT_ANSWERS)):  # other files of `eyas serve --learn` are no data
         return kept
     by_split = {}
     for file in sorted(folder.rglob("*")):
@@ -161,7 +162,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _one_split(folder: Path, by_split: dict[str, list[Path]]) -> list[Path]:
-    """Where there are several splits, the one to train on: what others hold is for evaluation."""
+    """The files of the train split, if there are several splits."""
     if len(by_split) == 1:
         return next(iter(by_split.values()))
     if "train" not in by_split:
@@ -175,20 +176,17 @@ def _one_split(folder: Path, by_split: dict[str, list[Path]]) -> list[Path]:
 
 
 def _is_data(file: Path) -> bool:
-    suffixes = file.suffixes
-    return (suffixes[-2:-1] if suffixes[-1:] and suffixes[-1] in COMPRESSED else suffixes[-1:]) in [
-        [suffix] for suffix in SUFFIXES
-    ]
+    return (Path(file.stem) if file.suffix in COMPRESSED else file).suffix in SUFFIXES
 
 
 def _is_about_data(file: Path) -> bool:
-    """Whether it says how the file beside it was made, as `eyas data answer` writes answers.jsonl.json."""
+    """Whether it describes the file beside it, as answers.jsonl.json of `eyas data answer` does."""
     made = file.with_suffix("")
     return file.suffix == ".json" and _is_data(made) and made.is_file()
 
 
 def _split_of(file: Path) -> str:
-    """Which split the hub takes a file for, by its name or its folder's; files that name none are for training."""
+    """The split by the name of a file or its folder, as the hub has it; train if none is named."""
     if numbered := re.match(r"(.+?)-\d+-of-\d+", file.name):
         return numbered[1]
     for part in reversed(file.parts):
@@ -227,45 +225,31 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _arrow_rows(path: Path, raw: IO[bytes], *, is_stream: bool) -> Iterator[Row]:
-    pyarrow = _pyarrow(path)
-    number = 0
-    try:
-        opened = pyarrow.ipc.open_stream(raw) if is_stream else pyarrow.ipc.open_file(raw)
-        batches = opened if is_stream else (opened.get_batch(i) for i in range(opened.num_record_batches))
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} as Arrow ({error}); check the file") from error
-
-
 def _json_rows(path: Path, stream: "io.BufferedReader[Any]") -> Iterator[Row]:
-    """Records that stand one in each line, or values one behind the other, in an array or not."""
+    """Records of a JSON lines file, or of a sequence or array of values."""
     number = 0
     try:
         head = stream.peek(1).removeprefix(codecs.BOM_UTF8)
         if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise UserError(f"{path} is not UTF-8 text but UTF-16; write it as UTF-8 JSON lines or Parquet")
         rows = _line_rows(path, stream) if _has_lines(head) else _value_rows(path, stream)
-        for number, row in rows:  # where it is damaged, `number` says how far it came
+        for number, row in rows:  # `number` is needed if the file is damaged
             yield number, row
     except (EOFError, zlib.error, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # the disk's, not the decompressor's
+        if getattr(error, "errno", None) is not None:  # an error of the disk, not of the decompressor
             raise
         yield number + 1, _cut_off(path, number + 1, str(error))
 
 
 def _has_lines(head: bytes) -> bool:
-    """Whether a file that begins so has a record in each line; otherwise values may span several."""
+    """Whether a file with this beginning has one record per line; otherwise values may span lines."""
     first, *others = [line for line in head.splitlines() if line.strip()] or [b""]
     if first.lstrip().startswith(b"["):
         return False
     try:
         json.loads(first)
     except ValueError:
-        # The first line of a value over several lines does not end it, and the next one begins no other.
+        # Bad JSON in one line, unless a value continues in the next line.
         return not others or others[0].startswith(b"{")
     return True
 
@@ -288,12 +272,12 @@ def _decode_line(where: str, line: bytes) -> object:
 
 
 def _value_rows(path: Path, stream: "io.BufferedReader[Any]") -> Iterator[Row]:
-    """Objects one behind the other, whatever brackets and commas stand between them.
+    """Consecutive objects, with any brackets and commas between them.
 
-    A broken one is passed over up to the next object that can be a record.
+    A broken one is skipped up to the next object that can be a record.
     """
     decode = json.JSONDecoder().raw_decode
-    # Bytes that are no UTF-8 stay visible, so that only their record is bad.
+    # Bytes that are not UTF-8 become surrogates, so that only their record is bad.
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="surrogateescape")
     between, after_error = re.compile(r"[\s,\[\]]*"), re.compile(r"[^{]*")
     text, at, ended, number, broken = "", 0, False, 0, False
@@ -305,7 +289,7 @@ def _value_rows(path: Path, stream: "io.BufferedReader[Any]") -> Iterator[Row]:
             place = error.pos if isinstance(error, json.JSONDecodeError) else at
             unfinished = str(error).startswith("Unterminated string") or len(text[place:].strip()) <= 8
             if unfinished and not ended:
-                more = stream.read(max(CHUNK, len(text) - at))  # twice as much where a record is longer than a chunk
+                more = stream.read(max(CHUNK, len(text) - at))  # doubles for records longer than a chunk
                 ended = not more
                 text, at = text[at:] + decoder.decode(more, final=ended), 0
                 continue
@@ -313,19 +297,16 @@ def _value_rows(path: Path, stream: "io.BufferedReader[Any]") -> Iterator[Row]:
                 return
             if not broken:
                 number += 1
-                where = f"{path}:{number}"
                 if unfinished:
                     yield number, _cut_off(path, number, f"{len(text) - at:,} characters of it are there")
                     return
-                yield (
-                    number,
-                    RecordError(where, "not JSON", f"record {number} is not JSON ({error}); mend or remove it"),
-                )
+                message = f"record {number} is not JSON ({error}); mend or remove it"
+                yield number, RecordError(f"{path}:{number}", "not JSON", message)
                 broken = True
             at += 1
             continue
         if broken and not (isinstance(value, dict) and RECORD_KEYS & value.keys()):
-            at = end  # a part of the broken record
+            at = end  # part of the broken record
             continue
         number, broken = number + 1, False
         yield number, _unless_bytes(value, text[at:end], f"{path}:{number}")

@@ -1,7 +1,7 @@
-"""Whether conversations hold prompts that a drafter is to be evaluated on.
+"""Finds evaluation prompts in training conversations (contamination).
 
-Three grades, after what is usual for language models: a prompt that is asked word for word; one whose beginning is
-asked or half of whose 13-grams occur; one that shares a single 13-gram, which a common phrase may explain.
+Three grades, as usual for language models: the prompt occurs word for word; its beginning or half of its 13-grams
+occur; a single 13-gram occurs, which may be a common phrase.
 """
 
 import re
@@ -12,15 +12,15 @@ from enum import StrEnum
 from eyas.data.conversations import Conversation
 
 NGRAM = 13
-"""Words in a row that two texts rarely share by chance (GPT-3's choice)."""
+"""Consecutive words that two texts rarely share by chance (as for GPT-3)."""
 PREFIX = 200
-"""Characters of a prompt's beginning, in normalised text."""
+"""Characters of normalised text that count as the beginning of a prompt."""
 NEAR_SHARE = 0.5
-"""Of a prompt's 13-grams, in one conversation."""
+"""Share of a prompt's 13-grams in a conversation that counts as near."""
 
 
 class Overlap(StrEnum):
-    """How much of a prompt a conversation holds, strongest first."""
+    """How much of a prompt a conversation contains, strongest first."""
 
     exact = "exact"
     near = "near"
@@ -28,7 +28,7 @@ class Overlap(StrEnum):
 
 
 class PromptIndex:
-    """Prompts to look for; can be pickled."""
+    """Index of prompts to look for; can be pickled."""
 
     def __init__(self, conversations: Sequence[Conversation]) -> None:
         self.where = [conversation.where for conversation in conversations]
@@ -46,7 +46,7 @@ class PromptIndex:
             self._sizes.append(len(grams))
 
     def find(self, conversation: Conversation) -> dict[int, Overlap]:
-        """The prompts that a conversation holds, by number, with how much of them."""
+        """The prompts that a conversation contains, by number."""
         found: dict[int, Overlap] = {}
         said = [normalise(str(message["content"])) for message in conversation.messages]
         hits = Counter(number for gram in set().union(*map(_ngrams, said)) for number in self._grams.get(gram, ()))
@@ -61,12 +61,12 @@ class PromptIndex:
 
 
 def normalise(text: str) -> str:
-    """Words in lower case, with single spaces: how a text is set does not tell two apart."""
+    """The words of a text in lower case, with single spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def first_prompt(conversation: Conversation) -> str:
-    """What the user says first."""
+    """The first user message."""
     return next((str(message["content"]) for message in conversation.messages if message["role"] == "user"), "")
 
 

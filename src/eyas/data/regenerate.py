@@ -1,12 +1,11 @@
-"""The target's own answers: prompts in, conversations to train on out.
+"""Regenerates the answers of conversations by the target, as training data for a drafter.
 
-A drafter learns to foretell its target, so the answers it learns from must be the target's, not those that came with
-a data set. Answers of a conversation are made turn by turn, each behind the answers made before it. A record keeps what
-the target read and said as token ids (`samples`, under vLLM's names), since a second rendering of decoded text need not
-give the same tokens; the messages beside them are for people, and for the prompts of later turns.
+A drafter learns to predict its target, so its training data must be the target's own answers. They are generated turn
+by turn, each after the new answers before it. A record keeps prompts and answers as token ids (`samples`, with vLLM's
+field names), since rendering decoded text again may give other tokens; its messages are for readers and later turns.
 
-The file grows by whole conversations in the order in which they end (`resumable_file.py`), and a next run goes on with
-those that are missing.
+The file grows by whole conversations in the order in which they end, and a later run adds the missing ones
+(`resumable_file.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,91 +19,82 @@ from eyas.data.resumable_file import resumable_file, write_line
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """A conversation up to where the assistant answers."""
+    """A conversation up to a question."""
 
     id: int
-    """The conversation's place in the input, from 0."""
+    """The conversation's index in the input."""
     conversation: Conversation
-    """With the messages so far."""
+    """With its messages up to the question."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was said so far; last comes what is to be answered."""
         return self.conversation.messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the target said to a question."""
+    """The target's answer to a question; not `finished` if a length limit ended it."""
 
     id: int
     sample: Sample | None
-    """Its tokens; None when there are none, and `missing` says why."""
+    """Its token ids; None if there is no answer, with the reason in `missing`."""
     missing: Literal["unfit", "inexact", "failed"] = "unfit"
-    """unfit: the question does not fit the target's context or its template; inexact: a server answered and its tokens
+    """unfit: the question does not fit the target's context or template; inexact: the token ids of a server's answer
     are not certain; failed: no server answered this time."""
     message: Message = field(default_factory=dict)
-    """The same as the assistant's message: content, and where the template knows of them reasoning and tool calls."""
+    """The assistant's message, with reasoning and tool calls if the template has them."""
     finished: bool = False
-    """Whether the target ended the answer itself."""
     thinking_tokens: int = 0
-    """The first tokens of the answer, up to the last that is thought."""
+    """Number of tokens up to the end of the reasoning."""
 
     @property
     def cut_thinking(self) -> bool:
-        """Whether a length ended it before it had thought to the end."""
+        """Whether a length limit ended the reasoning."""
         tokens = 0 if self.sample is None else len(self.sample.answer_ids)
         return not self.finished and 0 < tokens == self.thinking_tokens
 
     @property
     def empty(self) -> bool:
-        """Whether it says nothing."""
         message = self.message
         said = (message.get("content"), message.get("reasoning_content"))
         return not message.get("tool_calls") and not any(text and text.strip() for text in said)
 
 
 class Answerer(Protocol):
-    """Answers questions in any order; `pull` gives the next, or None when a reply must come before there is one."""
+    """Answers questions in any order; `pull` returns the next, or None if none is left or a reply must come first."""
 
     def __call__(self, pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
-        """Answer until `pull` has nothing and nothing is unanswered."""
+        """Answer until all questions are answered."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """Counts of conversations: in the input, written by `earlier` runs and by this one, left out, and failed.
+
+    Left out are those whose first question does not fit (`unfit`), whose first answer has uncertain token ids
+    (`inexact`) or is `empty`, and those without a question (`unanswerable`). `failed` ones got no answer from a server;
+    the next run asks again. `cut_thinking` and `cut_answer` count written ones whose last answer a length limit ended
+    inside or outside its reasoning. `tokens` and `thinking_tokens` are those generated by this run, `longest` is the
+    length of the longest prompt with its answer.
+    """
 
     total: int
-    """Conversations in the input."""
     earlier: int
-    """Written by earlier runs."""
     written: int = 0
     cut_thinking: int = 0
-    """Of those written, how many end with an answer that a length ended while the target was thinking."""
     cut_answer: int = 0
-    """The same, behind the thinking or without any."""
     unfit: int = 0
-    """Left out: the target cannot be asked the first question."""
     inexact: int = 0
-    """Left out: the tokens of the first answer are not certain."""
     failed: int = 0
-    """Left for the next run: no server gave an answer."""
     empty: int = 0
-    """Left out: the first answer is empty."""
     unanswerable: int = 0
-    """Left out: nobody asks anything."""
     tokens: int = 0
-    """Made by this running."""
     thinking_tokens: int = 0
-    """Those of them that are thought."""
     longest: int = 0
-    """Tokens of the longest prompt with its answer."""
 
     @property
     def done(self) -> int:
-        """Conversations that are dealt with."""
         return self.earlier + self.written + self.unfit + self.inexact + self.failed + self.empty + self.unanswerable
 
 
@@ -118,11 +108,11 @@ def regenerate(
     turns: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Progress:
-    """Answer what `out` lacks, `turns` questions per conversation at most.
+    """Answer the conversations that `out` lacks, at most `turns` questions of each.
 
-    A conversation ends early where the target cannot be asked, an answer is empty, calls a tool or was ended by a
-    length; what came before is kept. `arguments` are all that decides the answers, as JSON values. `author` is written
-    into every record: who answers, by name (`target`) and by its weights (`target_fingerprint`), if they can be seen.
+    A conversation ends early where a question does not fit, or an answer is empty, calls a tool or was ended by a
+    length limit; earlier answers are kept. `arguments` are all settings that decide the answers, as JSON values.
+    `author` is written into every record: name (`target`) and, if known, `target_fingerprint` of the answering model.
     """
     with resumable_file(out, arguments, what="answers") as (stream, ids):
         running = _Regeneration(conversations, ids, turns, author, stream, on_progress or (lambda _: None))
@@ -132,7 +122,7 @@ def regenerate(
 
 
 class _Regeneration:
-    """Conversations under way, from the first question to the written line."""
+    """State of the conversations under way."""
 
     def __init__(
         self,
@@ -155,7 +145,7 @@ class _Regeneration:
         on_progress(self.progress)
 
     def pull(self) -> ChatPrompt | None:
-        """The next question: of a conversation under way, else of the next one."""
+        """The next question of a conversation under way, else of a new one."""
         while not self._next_turns:
             number = next(self._fresh, None)
             if number is None:
@@ -171,10 +161,10 @@ class _Regeneration:
         return question
 
     def take(self, reply: Reply) -> None:
-        """Go on with the conversation, or write it."""
+        """Ask the next question of the conversation, or write it."""
         before, sample = self._asked.pop(reply.id).messages, reply.sample
         if sample is None and reply.missing == "failed":
-            self._count(failed=1)  # nothing is written, so that the next run asks again
+            self._count(failed=1)  # nothing is written: the next run asks again
             self._end(reply.id)
             return
         if sample is not None:
@@ -189,7 +179,7 @@ class _Regeneration:
             return
         self._samples[reply.id].append(sample)
         said = (*before, reply.message)
-        # A call waits for its result, which nobody here can give.
+        # A tool call has no result here to go on with.
         if reply.finished and self._left[reply.id] and not reply.message.get("tool_calls"):
             self._ask_next(reply.id, said)
             return
@@ -227,9 +217,9 @@ class _Regeneration:
 
 
 def _questions(messages: Iterable[Message]) -> list[tuple[Message, ...]]:
-    """What stands before each answer to be made: everything of others up to a user's turn.
+    """The new messages before each answer: those of others, up to a user turn.
 
-    A tool's result belongs to a call that an answer of the old author made: nothing is asked from there on.
+    Questions end at a tool result, which belongs to a call of the original author.
     """
     questions: list[tuple[Message, ...]] = []
     pending: list[Message] = []

@@ -1,9 +1,8 @@
-"""A file of JSON lines that a long run writes and the next one goes on with.
+"""A JSON lines file that a later run can continue.
 
-Every line has an `id` and is flushed as it is written. Invariant: what a kill leaves is a file in which every line but
-perhaps the last is whole; the next run takes a torn line off and goes on with the ids that are missing. So that one
-file never mixes two ways of making it, the arguments stand beside it in `<file>.json` and must be the same in every
-running.
+Every line has an `id` and is flushed as it is written, so a killed run leaves whole lines, except perhaps the last; the
+next run removes a partial line and adds the missing ids. The arguments are kept in `<file>.json` and must be equal in
+all runs, so that a file never mixes two settings.
 """
 
 import json
@@ -20,9 +19,9 @@ from eyas.errors import UserError
 
 @contextmanager
 def resumable_file(out: Path, arguments: Mapping[str, object], *, what: str) -> Iterator[tuple[IO[bytes], set[int]]]:
-    """Open `out` behind its last whole line, for this run alone; the ids it holds come with it.
+    """Open `out` for appending, locked for this run; yield the stream and the ids that it already has.
 
-    `arguments` are all that decides what is written, as JSON values; `what` are the lines, in words.
+    `arguments` are all settings that decide the content, as JSON values; `what` names the lines in messages.
     """
     record = out.with_name(f"{out.name}.json")
     with ExitStack() as opened:
@@ -44,7 +43,7 @@ def resumable_file(out: Path, arguments: Mapping[str, object], *, what: str) -> 
 
 
 def write_line(stream: IO[bytes], row: Mapping[str, object], what: str) -> None:
-    """Write one line of such a file; `what` it is, in words."""
+    """Write and flush one line; `what` names it in messages."""
     try:
         stream.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         stream.flush()
@@ -54,7 +53,7 @@ def write_line(stream: IO[bytes], row: Mapping[str, object], what: str) -> None:
 
 @contextmanager
 def _closed_in_the_end(stream: IO[bytes], what: str) -> Iterator[IO[bytes]]:
-    """Close a stream. Where a line could not be written, closing tries that again, and its error is the same one."""
+    """Close a stream; after an error, closing would write again and fail again."""
     try:
         yield stream
     except BaseException:
@@ -63,7 +62,7 @@ def _closed_in_the_end(stream: IO[bytes], what: str) -> Iterator[IO[bytes]]:
         raise
     try:
         stream.close()
-    except OSError as error:  # disks over a network may say only now that they are full
+    except OSError as error:  # network disks may report only now that they are full
         raise _cannot_write(what, error) from error
 
 
@@ -89,7 +88,7 @@ def _written_ids(lines: bytes, out: Path, what: str) -> set[int]:
 
 
 def _check_arguments(record: Path, arguments: Mapping[str, object], out: Path, held: str | None) -> None:
-    """Refuse to go on in another way than the file was begun; the first run writes down how."""
+    """Write the arguments for a new file; raise if a continued file has others."""
     now = json.loads(json.dumps(dict(arguments)))
     if held is not None:
         try:

@@ -1,1 +1,1 @@
-"""The doctor: does this drafter hold, where does it stop holding, and why."""
+"""The doctor: examines how a drafter behaves by depth and under other conditions, and looks for known faults."""

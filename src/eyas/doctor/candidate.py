@@ -1,17 +1,19 @@
-"""Loading a drafter that may be ill: what a strict reader refuses for a flag, the doctor wants to see.
+"""Loading of drafters under examination, including ones with a wrong flag that strict readers refuse.
 
-Only tensors that the config does not mention are forgiven (a norm that was trained and whose flag was lost); they are
-kept aside for the repairs. Everything else that is wrong with a checkpoint stops here as it does everywhere.
+Only tensors that the config does not mention are allowed (a norm that was trained and whose flag was lost); they are
+kept aside for the repairs. Everything else that is wrong with a checkpoint is refused here as everywhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from eyas.doctor.subject import Subject, share
+from eyas.doctor.rounds import Noise, Rounds, run_rounds
+from eyas.doctor.transcripts import Transcript
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import Checkpoint, build_drafter, read_unchecked, tensor_problems
+from eyas.drafter.model import Drafter
 from eyas.drafter.tensors import expected_tensors
 from eyas.errors import UserError
 from eyas.target.model import Target
@@ -20,8 +22,25 @@ FORGIVEN = ("fc_norm.", "input_norm.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """A drafter ready to run: name, weights and the target's layers that it reads."""
+
+    name: str
+    drafter: Drafter
+    layer_ids: tuple[int, ...]
+
+    def rounds(self, transcripts: Sequence[Transcript], depth: int, noise: Noise | None = None) -> dict[int, Rounds]:
+        """Draft all transcripts, by key; answers too short for any round are left out."""
+        found = (
+            run_rounds(self.drafter, transcript, depth=depth, layer_ids=self.layer_ids, noise=noise, to_first_miss=True)
+            for transcript in transcripts
+        )
+        return {one.key: one for one in found if one is not None}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DrafterCandidate:
-    """A drafter, what it ships unused, and what is strange about it at first sight."""
+    """A drafter, the tensors of its files that it does not use, and remarks on its files."""
 
     source: str
     subject: Subject
@@ -29,8 +48,16 @@ class DrafterCandidate:
     remarks: tuple[str, ...]
 
 
+def share(drafter: Drafter, target: Target) -> Drafter:
+    """Give a drafter the target's tensors that it borrows; of a packed head it gets a plain copy."""
+    embedding_VD = target.embedding()
+    return drafter.share_target(
+        embedding_VD, target.head() if drafter.shares_head else embedding_VD, target.last_norm()
+    )
+
+
 def load_candidate(source: str, name: str, target: Target) -> DrafterCandidate:
-    """Read from disk and prepare for the target."""
+    """Read a drafter from disk and prepare it for the target."""
     remarks = tuple(
         found.message for found in check(source, target=target.facts).findings if found.severity == "warning"
     )
@@ -40,7 +67,7 @@ def load_candidate(source: str, name: str, target: Target) -> DrafterCandidate:
 def prepare_candidate(
     checkpoint: Checkpoint, name: str, target: Target, *, source: str = "memory", remarks: tuple[str, ...] = ()
 ) -> DrafterCandidate:
-    """Build what can be built, set aside what is not used, refuse the rest."""
+    """Build the drafter and set aside unused tensors; refuse everything else that is wrong."""
     if checkpoint.config.eagle1:
         raise UserError(
             f"{source} is an EAGLE-1 drafter; the doctor looks for faults of EAGLE-3 drafters, in norms and fusions "

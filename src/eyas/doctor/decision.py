@@ -1,18 +1,18 @@
-"""What to do with a drafter, in one line: ship it and how deep, do not, or measure more first.
+"""Decision on a drafter in one line: ship it at a depth, do not ship it, or measure more first.
 
 The first rule that applies decides:
 
 1. a required condition does not hold           do not ship
 2. a fault of the checkpoint was found          do not ship
 3. no prompt was finished                       cannot tell
-4. fewer prompts than health is said of         cannot tell
+4. fewer prompts than a judgement needs         cannot tell
 5. no depth is faster than plain decoding       do not ship
 6. the gain may be none: its interval holds 1   cannot tell
 7. otherwise                                    ship at the recommended depth
 
-Speed at a depth is length / (1 + depth * cost), in parts of plain decoding, as the recommended depth has it. Weaknesses
-(the verdict's warnings) stand behind the decision and do not change it: they are for who serves such prompts to weigh.
-What was not looked for is said as well, since silence would read as health.
+The speedup at a depth is length / (1 + depth * cost), as for the recommended depth. Weaknesses (the verdict's warnings)
+are listed behind the decision and do not change it: they matter only where such prompts are served. What was not looked
+for is listed as well, since silence would read as health.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,13 @@ from typing import Literal
 
 from eyas.doctor.measures import Drift
 from eyas.doctor.requirements import RequirementResult
-from eyas.doctor.sample_size import LEAST_PROMPTS, too_few
-from eyas.doctor.statements import CONDITION_GROUPS, Statement
-from eyas.doctor.verdict import Verdict
+from eyas.doctor.statistics import LEAST_PROMPTS, too_few
+from eyas.doctor.verdict import CONDITION_GROUPS, Statement, Verdict
 from eyas.drafter.drift import Estimate
 
 Outcome = Literal["ship", "do_not_ship", "cannot_tell"]
 MOST_TOLD = 3
-"""Weaknesses in the line itself; the others are counted."""
+"""Weaknesses named in the line; further ones are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +37,13 @@ class Decision:
     outcome: Outcome
     text: str
     depth: int | None = None
-    """To serve with; None unless it is to be shipped."""
+    """Depth to serve with; None unless the drafter is to be shipped."""
     speedup: dict[str, float | None] | None = None
     """Expected over plain decoding at that depth, for one user, with its interval."""
     weaknesses: tuple[str, ...] = ()
     """The verdict's warnings as short phrases."""
     unknown: tuple[str, ...] = ()
-    """What could not be judged, and why."""
+    """Questions that could not be judged, with reasons."""
 
 
 def decide(
@@ -56,7 +55,7 @@ def decide(
     diagnosed: bool,
     whole: bool = True,
 ) -> Decision:
-    """Apply the rules. `cost` is that of drafting one token, in parts of a step of the target."""
+    """Apply the rules; `cost` is the time of drafting one token over that of a step of the target."""
     weaknesses = [weakness for one in verdict.statements if one.level == "warning" for weakness in _weaknesses(one)]
     unknown = [one.text for one in verdict.statements if one.level == "unknown"]
     unknown += [] if diagnosed else ["faults were not looked for"]
@@ -77,8 +76,8 @@ def decide(
 
     failed = [gate for gate in gates if not gate.passed]
     if failed:
-        told = ", ".join(f"{gate.requirement} ({gate.reason})" for gate in failed)
-        return decided("do_not_ship", f"Do not ship: required and does not hold: {told}")
+        reasons = ", ".join(f"{gate.requirement} ({gate.reason})" for gate in failed)
+        return decided("do_not_ship", f"Do not ship: required and does not hold: {reasons}")
     faults = [one.text for one in verdict.statements if one.level == "fault"]
     if faults:
         return decided("do_not_ship", f"Do not ship: {', '.join(faults)}")
@@ -91,8 +90,8 @@ def decide(
         return decided("do_not_ship", "Do not ship: no depth is faster than plain decoding")
     gain = _speedup(drift.length[depth - 1], depth, cost)
     if gain.low <= 1.0:
-        told = f"{gain.value:.2f} times plain decoding at depth {depth}, {gain.low:.2f} to {gain.high:.2f}"
-        return decided("cannot_tell", f"Cannot tell yet: it may gain nothing ({told})")
+        interval = f"{gain.value:.2f} times plain decoding at depth {depth}, {gain.low:.2f} to {gain.high:.2f}"
+        return decided("cannot_tell", f"Cannot tell yet: it may gain nothing ({interval})")
     text = f"Ship it at depth {depth}"
     if weaknesses:
         text += f"; {', '.join(weaknesses[:MOST_TOLD])}"
@@ -111,7 +110,7 @@ def _speedup(length: Estimate, depth: int, cost: float) -> Estimate:
 
 
 def _weaknesses(statement: Statement) -> list[str]:
-    """A warning as phrases that can stand behind a decision."""
+    """Shorten a warning to phrases for the line."""
     if statement.conditions:
         return [f"weak {_WHERE.get(name, _where(name))}" for name in statement.conditions]
     return [_SHORT.get(statement.name, statement.text)]
@@ -134,7 +133,7 @@ _WHERE = {
 
 
 def _where(name: str) -> str:
-    """Of the names that are made: `Llama-3 template`, `German`, `4-bit target`, `1000 tokens, end`."""
+    """Phrase names such as `Llama-3 template`, `German`, `4-bit target` and `1000 tokens, end`."""
     if name.endswith(" template"):
         return f"with the {name}"
     if name.endswith(" target"):

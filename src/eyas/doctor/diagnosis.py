@@ -1,14 +1,18 @@
-"""Differential diagnosis by trial: which repair makes the drafter better, and does it read the target at all.
+"""Diagnosis by trial: which repair makes the drafter better, and does it use the target's states at all.
 
-Every repair is tried on the same few transcripts, drafting a few tokens from every place of every answer. What counts
-is the number of accepted drafts, as a ratio to the drafter as it is, and by how many nats the target's tokens surprise
-it less; both with an interval over prompts. Training lowers surprise, so on a healthy drafter every repair raises it,
-and where a fault costs few drafts (layers next to the right ones) it still shows. Three controls tell
-faults that no repair undoes: the drafter given the states of other tokens (if that is no worse, it makes nothing of the
-target's states), whether the fusion gives what the drafter expects (agreement.py), and how much its head resembles the
-target's.
+Every repair is tried on the same few transcripts, drafting a few tokens from every position of every answer. Measured
+are the number of accepted drafts, relative to the unrepaired drafter, and by how many nats the target's tokens surprise
+the repaired one less; both with an interval over prompts. Training lowers surprise, so on a healthy drafter every
+repair raises it; it also shows faults that cost few drafts, such as layers next to the right ones.
 
-Shapes: P prompts.
+Three controls tell faults that no repair undoes. The drafter is given the states of other tokens; if that is no worse,
+it makes no use of the states. The head is compared with the target's (repairs.py). Fed-back states are compared with
+the fused states that they stand for: training feeds the layer the target's fused state at depth 1 and the drafter's own
+at deeper ones, so the state that the drafter makes at one position resembles the fused state of the next more than
+others. If not, the input is not what the drafter was trained on: layers, order or weights of the fusion, or the target.
+A fault behind the layer, of the vocabulary for example, leaves this agreement as it was.
+
+Shapes: P prompts, T slots, R rounds, D drafter hidden.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,51 +21,92 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from eyas.doctor.agreement import Agreement, measure_agreement
-from eyas.doctor.repairs import Repair
-from eyas.doctor.resemblance import Resemblance
-from eyas.doctor.rounds import run_rounds
+from eyas.doctor.candidate import Subject
+from eyas.doctor.repairs import Repair, Resemblance
+from eyas.doctor.rounds import round_starts, run_rounds
 from eyas.doctor.statistics import Array, estimate
-from eyas.doctor.subject import Subject
 from eyas.doctor.transcripts import Transcript
 from eyas.drafter.drift import Estimate
+from eyas.drafter.model import Drafter, FirstLayer
+from eyas.drafter.rounds import RoundAttention
 from eyas.target.model import Target
 
 DEPTH = 3
-"""Deep enough for what goes wrong in the feedback, shallow enough to be quick."""
+"""Deep enough for faults of the feedback, shallow enough to be quick."""
 JUMP, SUSPECTED_JUMP, FLAG_JUMP = 1.10, 1.03, 1.04
-"""Accepted drafts in parts of those as it is, from which a repair names a fault: by itself, with other evidence, for
-a flag. Layers and rope bases have neighbours that are nearly as good and by chance better; a flag is right or wrong."""
+"""Ratio of accepted drafts from which a repair names a fault: by itself, with other evidence, for a flag. Layers and
+rope bases have neighbours that are nearly as good, and by chance better; a flag is right or wrong."""
 LESS_SURPRISE = 0.04
-"""Nats by which the target's tokens must surprise less, on average, to name a fault by that alone."""
+"""Nats by which mean surprise must fall to name a fault by that alone."""
 FLAGS = frozenset({"fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"})
 USEFUL = 0.5
-"""Accepted drafts per place below which a repair has mended nothing, however much it helps."""
+"""Accepted drafts per position below which a repair mends nothing, however much it helps."""
 UNREAD = 1.25
-"""Below this ratio to a drafter with the states of other tokens, the states are as good as unread."""
+"""Ratio to a drafter with the states of other tokens below which the states count as unused."""
 
-Progress = Callable[[int], None]
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Mean cosines behind the layer's own norm of hidden states."""
+
+    own: float
+    """Between a fed-back state and the fused state that it stands for."""
+    others: float
+    """Between a fed-back state and the fused states of other positions."""
+
+
+@torch.inference_mode()
+def measure_agreement(drafter: Drafter, transcripts: Sequence[Transcript], aux: Sequence[Tensor]) -> Agreement:
+    """Measure over all positions of transcripts, whose auxiliary states [T, X] are `aux`."""
+    given, made = [], []
+    for transcript, aux_TX in zip(transcripts, aux, strict=True):
+        starts = round_starts(transcript)
+        if len(starts) < 2:
+            continue
+        slots, device = starts[-1] + 1, aux_TX.device
+        start_R = torch.tensor(list(starts), device=device)
+        attention = RoundAttention(start_R)
+        attention.depth = 1
+        fused_TD = drafter.fuse(aux_TX[:slots].to(drafter.fc.weight.dtype))
+        tokens_T = torch.tensor(transcript.ids[1 : slots + 1], device=device)
+        output = drafter.step(fused_TD, tokens_T, torch.arange(slots, device=device), attention)
+        given.append(fused_TD[start_R[1:]])
+        made.append(output.feedback[start_R[:-1]])
+    if not given:
+        return Agreement(own=float("nan"), others=float("nan"))
+    layer = drafter.layers[0]
+    assert isinstance(layer, FirstLayer)
+    norm = layer.hidden_norm
+    fused_RD, fed_RD = norm(torch.cat(given)).float(), norm(torch.cat(made)).float()
+    # Half of all positions further on there is another word of another sentence.
+    other_RD = fused_RD.roll(len(fused_RD) // 2, dims=0)
+    return Agreement(own=_cosine(fed_RD, fused_RD), others=_cosine(fed_RD, other_RD))
+
+
+def _cosine(one_RD: Tensor, other_RD: Tensor) -> float:
+    return float(functional.cosine_similarity(one_RD, other_RD, dim=-1).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One repair and what it did."""
+    """Effect of one repair."""
 
     fault: str
     about: str
     advice: str
     suspected: bool
     ratio: Estimate
-    """Accepted drafts with the repair in parts of those without."""
+    """Accepted drafts with the repair over those without."""
     accepted: float
-    """Accepted drafts per place with the repair."""
+    """Accepted drafts per position with the repair."""
     surprise: Estimate
-    """By how many nats the target's tokens surprise the repaired drafter more (less, if negative) at depth 1."""
+    """Nats by which the target's tokens surprise the repaired drafter more at depth 1; negative if less."""
 
     @property
     def convinces(self) -> bool:
-        """Whether this much can hardly be chance."""
+        """Whether the effect can hardly be chance."""
         least = SUSPECTED_JUMP if self.suspected else FLAG_JUMP if self.fault in FLAGS else JUMP
         jumps = self.ratio.value >= least and self.ratio.low > 1.0
         calms = self.surprise.value <= -LESS_SURPRISE and self.surprise.high < 0
@@ -69,36 +114,35 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """How much better it makes the drafter, in nats of both kinds; other evidence decides between equals."""
+        """Gain in nats of both kinds; other evidence decides between equals."""
         return float(np.log(self.ratio.value)) - self.surprise.value + (0.05 if self.suspected else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All trials, and the controls."""
+    """All trials and controls."""
 
     prompts: int
     places: int
-    """Of all answers: each is drafted from."""
+    """Positions of all answers; each is drafted from."""
     accepted: float
-    """Accepted drafts per place, as the drafter is."""
+    """Accepted drafts per position without repair."""
     first_hit: float
-    """Share of places whose first draft is accepted."""
+    """Share of positions whose first draft is accepted."""
     reads_states: Estimate
-    """Accepted drafts in parts of those with the states of other tokens."""
+    """Accepted drafts over those with the states of other tokens."""
     agreement: Agreement
     resemblance: Resemblance
     trials: tuple[Trial, ...]
 
     @property
     def best(self) -> Trial | None:
-        """The repair that convinces most."""
         convincing = [trial for trial in self.trials if trial.convinces]
         return max(convincing, key=lambda trial: trial.score, default=None)
 
     @property
     def rival(self) -> Trial | None:
-        """A repair of something else that convinces nearly as much as the best."""
+        """A repair of another fault that is nearly as convincing as the best."""
         best = self.best
         others = [t for t in self.trials if best is not None and t.convinces and t.fault != best.fault]
         second = max(others, key=lambda trial: trial.score, default=None)
@@ -106,7 +150,7 @@ class Diagnosis:
 
     @property
     def unread(self) -> bool:
-        """Whether the target's states do next to nothing for the drafter."""
+        """Whether the drafter makes next to no use of the target's states."""
         return self.reads_states.value < UNREAD
 
 
@@ -116,9 +160,9 @@ def diagnose(
     transcripts: Sequence[Transcript],
     repairs: Sequence[Repair],
     resemblance: Resemblance,
-    progress: Progress = lambda done: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Diagnosis:
-    """Try everything on these transcripts."""
+    """Try all repairs on these transcripts; `progress` is called with the number of those done."""
     states = _States(target, {k for repair in repairs for k in repair.subject.layer_ids})
     now_P4 = _accepted(subject, transcripts, states)
     other_P4 = _accepted(subject, transcripts, states, misplaced=True)
@@ -153,7 +197,7 @@ def diagnose(
 
 
 class _States:
-    """The target's states of layers that the transcripts do not hold, all computed in one pass per transcript."""
+    """States of layers that the transcripts do not hold, computed in one target pass per transcript."""
 
     def __init__(self, target: Target, layer_ids: Collection[int]) -> None:
         self._target, self._layer_ids = target, tuple(sorted(layer_ids))
@@ -172,19 +216,15 @@ class _States:
 def _accepted(
     subject: Subject, transcripts: Sequence[Transcript], states: _States, *, misplaced: bool = False
 ) -> Array:
-    """Accepted drafts, accepted first drafts, places and nats of surprise of each transcript [P, 4]."""
+    """Accepted drafts, accepted first drafts, positions and nats of surprise of each transcript [P, 4]."""
     rows = []
     for transcript in transcripts:
         aux_TX = states.of(transcript, subject.layer_ids)
         if misplaced:
             aux_TX = aux_TX.roll(len(aux_TX) // 2, dims=0)
+        layers = subject.layer_ids
         rounds = run_rounds(
-            subject.drafter,
-            transcript,
-            depth=DEPTH,
-            layer_ids=subject.layer_ids,
-            aux_TX=aux_TX,
-            to_first_miss=True,
+            subject.drafter, transcript, depth=DEPTH, layer_ids=layers, aux_TX=aux_TX, to_first_miss=True
         )
         if rounds is not None:
             places = len(rounds.accepted_R)
@@ -193,22 +233,12 @@ def _accepted(
 
 
 def _ratio(one: Array, other: Array) -> Estimate:
-    """Accepted drafts of the one over those of the other. One draft is added to both, so that none is no end."""
-    pairs = np.concatenate([one[:, :1], other[:, :1]], axis=1)
-
-    def ratio(rows: Array) -> float:
-        ours, theirs = rows.sum(axis=0)
-        return float((ours + 1) / (theirs + 1))
-
-    return estimate(pairs, ratio)
+    """Ratio of accepted drafts. One is added to both counts, so that it is finite."""
+    pairs = np.stack([one[:, 0], other[:, 0]], axis=1)
+    return estimate(pairs, lambda rows: float((rows[:, 0].sum() + 1) / (rows[:, 1].sum() + 1)))
 
 
 def _more_surprise(one: Array, other: Array) -> Estimate:
-    """Nats per place of the one above those of the other."""
-    rows = np.stack([one[:, 3] - other[:, 3], other[:, 2]], axis=1)
-
-    def mean(rows: Array) -> float:
-        nats, places = rows.sum(axis=0)
-        return float(nats / max(1.0, places))
-
-    return estimate(rows, mean)
+    """Difference in nats of surprise per position."""
+    pairs = np.stack([one[:, 3] - other[:, 3], other[:, 2]], axis=1)
+    return estimate(pairs, lambda rows: float(rows[:, 0].sum() / max(1.0, rows[:, 1].sum())))

@@ -1,7 +1,6 @@
-"""An examination from first to last: answers, drift, diagnosis, robustness; and its record at any time.
+"""Course of an examination: answers, drift, diagnosis, robustness.
 
-Invariant: what was measured stays measured. Stages fill the examination piece by piece, so that whoever interrupts it
-still gets a verdict on what there is.
+Each stage adds to the examination piece by piece, so an interrupted one still gets a verdict on what was measured.
 """
 
 import time
@@ -13,8 +12,7 @@ from eyas.data.conversations import Conversation
 from eyas.doctor.candidate import DrafterCandidate
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
 from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
-from eyas.doctor.repairs import repairs
-from eyas.doctor.resemblance import measure_resemblance
+from eyas.doctor.repairs import measure_resemblance, repairs
 from eyas.doctor.robustness import Case, Conditions, Robustness
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.doctor.verdict import Verdict, judge
@@ -26,39 +24,38 @@ from eyas.target.model import Target
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationConfig:
-    """What is done, and how much of it."""
+    """Stages of an examination, and their sizes."""
 
     depth: int = 16
     max_new_tokens: int = 64
     stop_strings: tuple[str, ...] = ()
-    """Texts that end an answer beside the target's stop tokens."""
+    """Texts that end an answer, besides the target's stop tokens."""
     sinks: int = SINKS
     trial_prompts: int = 6
     trial_tokens: int = 40
     conditions: Conditions | None = Conditions()  # noqa: RUF009 (frozen)
     diagnosed: bool = True
     minutes: float = 10.0
-    """No case of the matrix starts after this."""
+    """Time after which no further condition is tried."""
 
     def answering(self) -> Answering:
-        """How the prompts themselves are answered."""
         return Answering(max_new_tokens=self.max_new_tokens, overshoot=self.depth)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationPrompt:
-    """A prompt in both forms."""
+    """A prompt as tokens and as a conversation."""
 
     asked: Asked
     conversation: Conversation
 
 
 Step = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and of how much."""
+"""Progress callback: what is being done, how much of it is done, and of how much (0 if unknown)."""
 
 
 class Examination:
-    """One target, one drafter or two, some prompts."""
+    """An examination of one or two drafters of one target on some prompts."""
 
     def __init__(
         self,
@@ -69,25 +66,20 @@ class Examination:
         *,
         filler: str,
     ) -> None:
-        self.target, self.candidates, self.prompts, self.config, self._filler = (
-            target,
-            candidates,
-            prompts,
-            config,
-            filler,
-        )
+        self.target, self.candidates, self.prompts, self.config = target, candidates, prompts, config
         self.measured: dict[str, list[PromptMeasures]] = {candidate.subject.name: [] for candidate in candidates}
         self.diagnoses: dict[str, Diagnosis] = {}
         self.cases: list[Case] = []
         self.whole = False
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
+        self._filler = filler
         layers = {k for candidate in candidates for k in candidate.subject.layer_ids}
         self._transcriber = Transcriber(target, layers, config.stop_strings)
         self._transcripts: list[Transcript] = []
 
     def run(self, step: Step) -> None:
-        """Everything, in the order of what is worth most."""
+        """Run all stages, the most valuable first."""
         self._timed("drift", lambda: self._measure(step))
         if self.config.diagnosed:
             self._timed("diagnosis", lambda: self._diagnose(step))
@@ -107,12 +99,12 @@ class Examination:
         how, total = self.config.answering(), len(self.prompts)
         made, most = 0, total * how.most_tokens
 
-        def tell(tokens: int) -> None:
+        def tick(tokens: int) -> None:
             nonlocal made
             made += tokens
             step("answering", made, most)
 
-        self._transcriber.tick = tell
+        self._transcriber.tick = tick
         self._transcripts += self._transcriber.answer([prompt.asked for prompt in self.prompts], how)
         self._transcriber.tick = lambda tokens: None
         self._transcripts.sort(key=lambda one: one.key)
@@ -139,32 +131,30 @@ class Examination:
             tried = list(repairs(subject, self.target, alike, candidate.unused))
             name, total = f"repairs of {subject.name}", len(tried)
 
-            def tell(done: int, name: str = name, total: int = total) -> None:
+            def progress(done: int, name: str = name, total: int = total) -> None:
                 step(name, done, total)
 
-            self.diagnoses[subject.name] = diagnose(subject, self.target, chosen, tried, alike, tell)
+            self.diagnoses[subject.name] = diagnose(subject, self.target, chosen, tried, alike, progress)
 
     def _try_conditions(self, conditions: Conditions, step: Step) -> None:
-        conversations = {prompt.asked.key: prompt.conversation for prompt in self.prompts}
         matrix = Robustness(
             self._transcriber,
             [candidate.subject for candidate in self.candidates],
             self._transcripts,
-            conversations,
+            {prompt.asked.key: prompt.conversation for prompt in self.prompts},
             conditions,
             filler=self._filler,
-            left=lambda: self.config.minutes * 60 - (time.perf_counter() - self._started),
+            left=lambda: self.config.minutes * 60 - self.elapsed,
         )
         for case in matrix.cases():
             self.cases.append(case)
             step(f"conditions: {case.name}", len(self.cases), 0)
 
     def drifts(self) -> Mapping[str, Drift]:
-        """By drafter, of the prompts that were finished."""
+        """Summarise by drafter the prompts that were finished."""
         return {name: summarise(found, self.config.depth) for name, found in self.measured.items() if found}
 
     def verdicts(self, drifts: Mapping[str, Drift]) -> Mapping[str, Verdict]:
-        """By drafter, of what there is."""
         return {
             candidate.subject.name: judge(
                 candidate.subject.drafter.config,
@@ -178,7 +168,7 @@ class Examination:
         }
 
     def cost(self, candidate: DrafterCandidate) -> float:
-        """Drafting one token in parts of a step of the target, by the weights that each reads."""
+        """Cost of drafting one token over that of a target step, by the weights that each reads."""
         layers = decoder_layers(self.target.model)
         # Packed weights are buffers.
         decoder = sum(weight.numel() for weight in chain(layers.parameters(), layers.buffers()))
@@ -187,5 +177,4 @@ class Examination:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.perf_counter() - self._started

@@ -1,9 +1,13 @@
-"""What could be wrong with a checkpoint, as repairs to try: a flag, a layer, a table, a base.
+"""Repairs of what could be wrong with a checkpoint: a flag, a layer, a table, a rope base.
 
-A fault that leaves every shape intact gives no error, only a lower acceptance length. Each known one has a repair that
-undoes it in memory; the repair under which acceptance jumps names the fault. Nothing on disk is touched.
+A fault that leaves every shape intact gives no error, only a lower acceptance length. Each known fault has a repair
+that undoes it in memory; if acceptance jumps under a repair, that names the fault. Nothing on disk is changed.
 
-Shapes: H drafter hidden, X = A * target hidden, V target vocabulary, W draft vocabulary.
+How much a drafter resembles the target is evidence besides acceptance. Drafters mostly start from the target's own head
+rows and embeddings. Then each row of the draft head resembles the row of its target token; a wrong table of ids, or
+another target, breaks that.
+
+Shapes: H drafter hidden, D hidden, X = A * target hidden, V target vocabulary, W draft vocabulary, N sampled rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,36 +16,92 @@ from itertools import permutations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from eyas.doctor.resemblance import Resemblance, vocabulary_by_head
-from eyas.doctor.subject import Subject, share
+from eyas.doctor.candidate import Subject, share
 from eyas.drafter.checkpoint import build_drafter, checkpoint_of
+from eyas.drafter.model import Drafter
 from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
 from eyas.target.model import Target
 
 ROPE_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 MOST_PERMUTED = 4
-"""States whose every order is tried; of more, their reversal only."""
+"""States of which every order is tried; of more states, only their reversal."""
+SAMPLED = 512
+CHUNK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resemblance:
+    """Median cosines between tensors of drafter and target; None where there is nothing to compare."""
+
+    embedding: float | None
+    """Of the drafter's own embeddings with the target's, row by row."""
+    head: float | None
+    """Of rows of the draft head with the rows of their target tokens by d2t."""
+    head_best: float | None
+    """Of rows of the draft head with the most similar row of the target."""
+    head_agreement: float | None
+    """Share of the sampled rows whose most similar row is the one that d2t names."""
+
+
+@torch.inference_mode()
+def measure_resemblance(drafter: Drafter, target: Target) -> Resemblance:
+    """Compare the drafter's own tensors with the target's."""
+    embedding = head = best = agreement = None
+    if not drafter.shares_embedding and drafter.embed_tokens is not None:
+        ours_VD, theirs_VD = drafter.embed_tokens.weight, target.embedding()
+        if ours_VD.shape == theirs_VD.shape:
+            embedding = float(functional.cosine_similarity(ours_VD.float(), theirs_VD.float(), dim=-1).median())
+    if not drafter.shares_head and drafter.lm_head is not None:
+        ours_WD, theirs_VD = drafter.lm_head.weight, target.head()
+        if ours_WD.shape[1] == theirs_VD.shape[1]:
+            ids_W = drafter.vocab().target_ids_W
+            rows_N = torch.linspace(0, len(ids_W) - 1, min(SAMPLED, len(ids_W)), device=ids_W.device).long()
+            named = functional.cosine_similarity(ours_WD[rows_N].float(), theirs_VD[ids_W[rows_N]].float(), dim=-1)
+            similar_N, index_N = _most_similar(ours_WD[rows_N], theirs_VD)
+            head, best = float(named.median()), float(similar_N.median())
+            agreement = float((index_N == ids_W[rows_N]).float().mean())
+    return Resemblance(embedding=embedding, head=head, head_best=best, head_agreement=agreement)
+
+
+@torch.inference_mode()
+def _vocabulary_by_head(drafter: Drafter, target: Target) -> Tensor | None:
+    """Match target ids [W] to the rows of the head; None where the match is weak or not unique."""
+    if drafter.lm_head is None or drafter.lm_head.weight.shape[1] != target.head().shape[1]:
+        return None
+    similar_W, index_W = _most_similar(drafter.lm_head.weight, target.head())
+    doubles = len(index_W) - len(torch.unique(index_W))
+    return None if float(similar_W.median()) < 0.5 or doubles else index_W
+
+
+def _most_similar(ours_ND: Tensor, theirs_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest cosine of each row with the target's rows, and the index of that row."""
+    theirs = functional.normalize(theirs_VD.float(), dim=-1)
+    found = [
+        (functional.normalize(rows.float(), dim=-1) @ theirs.T).max(dim=-1) for rows in torch.split(ours_ND, CHUNK)
+    ]
+    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Repair:
-    """A counterfactual drafter."""
+    """A drafter with one thing changed."""
 
     fault: str
-    """What is wrong if this helps: a key of `verdict.FAULTS`."""
+    """Fault that is there if this helps: a key of `verdict.FAULTS`."""
     about: str
-    """What was changed, in words that finish "acceptance rises when ..."."""
+    """The change, in words that complete "acceptance rises when ..."."""
     advice: str
     subject: Subject
     suspected: bool = False
-    """Whether something besides acceptance speaks for it; then a smaller jump convinces."""
+    """Whether there is evidence besides acceptance; then a smaller jump suffices."""
 
 
 def repairs(
     subject: Subject, target: Target, resemblance: Resemblance, unused: Mapping[str, Tensor] | None = None
 ) -> Iterator[Repair]:
-    """All repairs that make sense for this drafter. `unused` are tensors it ships and its config does not mention."""
+    """Make all repairs that apply to this drafter; `unused` are tensors that it has and its config does not mention."""
     yield from _flags(subject, target, unused or {})
     yield from _layers(subject, target)
     yield from _columns(subject, target)
@@ -53,7 +113,7 @@ def repairs(
 def variant(
     subject: Subject, target: Target, *, tensors: Mapping[str, Tensor | None] | None = None, **config: object
 ) -> Subject:
-    """The drafter with other tensors (None: without it) and another config; what it shares stays shared."""
+    """Change tensors (None removes one) and config of a drafter; borrowed tensors stay borrowed."""
     stored = checkpoint_of(subject.drafter)
     changed = {**stored.tensors, **(tensors or {})}
     kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
@@ -68,10 +128,10 @@ def _flags(subject: Subject, target: Target, unused: Mapping[str, Tensor]) -> It
 
     def flipped(flag: str, *, suspected: bool = False, tensors: Mapping[str, Tensor | None] | None = None) -> Repair:
         now = bool(getattr(config, flag))
-        said = f"{flag} is {'false' if now else 'true'} instead of {'true' if now else 'false'}"
+        about = f"{flag} is {'false' if now else 'true'} instead of {'true' if now else 'false'}"
         return Repair(
             fault=flag,
-            about=said,
+            about=about,
             advice=f"set {flag} to {'false' if now else 'true'} in config.json, or export the drafter again",
             subject=variant(subject, target, tensors=tensors, **{flag: not now}),
             suspected=suspected,
@@ -143,7 +203,7 @@ def _vocabularies(subject: Subject, target: Target, resemblance: Resemblance) ->
         return
     ids_W, size = drafter.vocab().target_ids_W, drafter.config.vocab_size
     suspected = resemblance.head_agreement is not None and resemblance.head_agreement < 0.5
-    by_head = vocabulary_by_head(drafter, target) if suspected else None
+    by_head = _vocabulary_by_head(drafter, target) if suspected else None
     tried = {
         "draft ids are moved by one row": ids_W.roll(-1),
         "draft ids are moved back by one row": ids_W.roll(1),

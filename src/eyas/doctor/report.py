@@ -1,49 +1,64 @@
-"""An examination as one HTML file that opens anywhere, offline: made from the record and nothing else."""
+"""HTML report of an examination, one file that opens offline, and the data of its charts, from the record alone."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from markupsafe import Markup
-
-from eyas.doctor import meanings
-from eyas.doctor.sample_size import LEAST_PAIRS
+from eyas.doctor.statistics import LEAST_PAIRS
 from eyas.reports.charts import Axes, Figure, Line, line_chart
 from eyas.reports.render import lead, number, render
 
 Record = Mapping[str, Any]
 FULL_COLOUR = 0.5
-"""A gain or loss of this share has the strongest colour of the matrix."""
+"""Gain or loss with the strongest colour of the matrix."""
 SHADES = 3
-"""Of the stylesheet, for losses and for gains."""
+"""Shades of the stylesheet, for losses and for gains."""
 KINDS = {"ship": "healthy", "do_not_ship": "fault", "cannot_tell": "unknown"}
-"""Of a decision, as the stylesheet calls them."""
+"""Classes of the stylesheet by decision."""
+REGIONS = {
+    "sink": "sink: the first 4 tokens",
+    "prompt": "rest of the prompt",
+    "verified": "verified answer",
+    "own": "its own drafts",
+}
+"""Labels of the regions of attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartData:
+    """Data of a chart."""
+
+    title: str
+    axes: Axes
+    lines: Sequence[Line] = field(repr=False)
+    caption: str
 
 
 def render_report(record: Record) -> str:
-    """The whole file."""
+    """Render the report."""
     drafters, decision = record["drafters"], record["decision"]
-    measured = {name: own for name, own in drafters.items() if own["drift"]}
     depths = [int(depth) for case in record["cases"] for by_depth in case["cells"].values() for depth in by_depth]
     warned = decision["outcome"] == "ship" and decision["weaknesses"]
-    told = decision["text"] if len(drafters) == 1 else f"{decision['drafter']}: {decision['text']}"
+    kind = "warning" if warned else KINDS.get(decision["outcome"], "unknown")
+    judged = {
+        "decision": decision,
+        "gates": record["gates"],
+        "verdicts": {name: own["verdict"] for name, own in drafters.items()},
+    }
     return render(
         "doctor.html.j2",
         title=" against ".join(drafters),
-        lead=lead("warning" if warned else KINDS.get(decision["outcome"], "unknown"), told),
+        lead=lead(kind, decision_text(record)),
         contents=list(_contents(record)),
         kinds=KINDS,
         record=record,
         dtype=record["target"]["dtype"].removeprefix("torch."),
-        measured=measured,
-        figures=list(_figures({name: own["drift"] for name, own in measured.items()})),
-        meanings=meanings.STATEMENTS,
-        explained={
-            "drift": meanings.DRIFT,
-            "fusion": meanings.FUSION,
-            "robustness": meanings.ROBUSTNESS,
-            "repairs": meanings.REPAIRS,
-        },
+        measured={name: own for name, own in drafters.items() if own["drift"]},
+        figures=[
+            Figure(title=one.title, chart=line_chart(one.lines, one.axes), caption=one.caption)
+            for one in charts(record)
+        ],
         deepest=max(depths, default=0),
         cases=[_case(case, list(drafters)) for case in record["cases"] if not case["left_out"]],
         left_out=[case for case in record["cases"] if case["left_out"]],
@@ -52,19 +67,19 @@ def render_report(record: Record) -> str:
         why_no_repairs=_why_not(record, "diagnosis"),
         versions=" ".join(f"{key} {value}" for key, value in record["versions"].items() if value),
         arguments=json.dumps(record["arguments"], indent=1),
-        judged=json.dumps(
-            {
-                "decision": decision,
-                "gates": record["gates"],
-                "verdicts": {name: own["verdict"] for name, own in drafters.items()},
-            },
-            indent=1,
-        ),
+        judged=json.dumps(judged, indent=1),
     )
 
 
+def decision_text(record: Record) -> str:
+    """The decision, with the drafter's name where there are two."""
+    decision = record["decision"]
+    text: str = decision["text"]
+    return text if len(record["drafters"]) == 1 else f"{decision['drafter']}: {text}"
+
+
 def _contents(record: Record) -> Iterator[tuple[str, str]]:
-    """Anchors of the page and their names, in its order."""
+    """Anchors and names of the sections, in order."""
     names = list(record["drafters"])
     yield "length", "Acceptance length"
     for place, name in enumerate(names, start=1):
@@ -79,7 +94,7 @@ def _contents(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _why_not(record: Record, stage: str) -> str:
-    """Why a stage of the examination has nothing to show."""
+    """Say why a stage has no results."""
     if record["arguments"].get(stage) is False:
         return f"It was turned off (--no-{stage}). Leave that out to measure it."
     if stage == "robustness" and record["cases"]:
@@ -87,108 +102,98 @@ def _why_not(record: Record, stage: str) -> str:
     return "The examination was stopped before it came to this."
 
 
-def _figures(drifts: Mapping[str, Record]) -> Iterator[Figure]:
+def charts(record: Record) -> Iterator[ChartData]:
+    """Yield the data of all charts, where anything was measured."""
+    drifts = {name: own["drift"] for name, own in record["drafters"].items() if own["drift"]}
     if not drifts:
         return
 
-    def chart(read: Callable[[str, Record, int], Line], axes: Axes) -> Markup:
-        return line_chart([read(name, drift, colour) for colour, (name, drift) in enumerate(drifts.items())], axes)
+    def lines(read: Callable[[Record], Record]) -> list[Line]:
+        return [_line(name, read(drift), colour) for colour, (name, drift) in enumerate(drifts.items())]
 
-    def curves(key: str, axes: Axes) -> Markup:
-        return chart(lambda name, drift, colour: _line(name, drift[key], colour), axes)
+    def by_depth(up: str, **limits: Any) -> Axes:
+        return Axes(across="depth (tokens)", up=up, y_min=0.0, **limits)
 
     first = ", ".join(f"{name} {drift['rms']['value'][0]:.3g}" for name, drift in drifts.items())
-    yield Figure(
+    yield ChartData(
         title="Size of the fed-back state",
-        chart=chart(
-            lambda name, drift, colour: _line(name, relative(drift["rms"]), colour),
-            Axes(across="depth (tokens)", up="RMS / RMS at depth 1 (times)", y_min=0.0),
-        ),
-        caption=f"RMS of what a depth hands to the next, in parts of depth 1 ({first}). Flat is healthy, at any level; "
-        "growth is drift.",
+        axes=by_depth("RMS / RMS at depth 1 (times)"),
+        lines=lines(lambda drift: _relative(drift["rms"])),
+        caption=f"RMS of the state that a depth feeds to the next, relative to depth 1 ({first}). Flat is healthy at "
+        "any level; growth is drift.",
     )
-    yield Figure(
+    yield ChartData(
         title="Conditional acceptance",
-        chart=curves(
-            "conditional",
-            Axes(across="depth (tokens)", up="accepted (% of rounds so far)", y_min=0.0, y_max=1.0, percent=True),
-        ),
-        caption="Drafts accepted where all before them were. Rounds that come this far are few at the end: mind the "
-        "band.",
+        axes=by_depth("accepted (% of rounds so far)", y_max=1.0, percent=True),
+        lines=lines(lambda drift: drift["conditional"]),
+        caption="Drafts accepted where all drafts before them were. Few rounds reach the last depths, so the "
+        "band is wide.",
     )
-    yield Figure(
+    yield ChartData(
         title="Acceptance length",
-        chart=chart(
-            lambda name, drift, colour: _line(name, _by_key(drift["length"]), colour),
-            Axes(across="depth served with (tokens)", up="tokens per check by the target", y_min=0.0),
-        ),
+        axes=Axes(across="depth served with (tokens)", up="tokens per check by the target", y_min=0.0),
+        lines=lines(lambda drift: {key: [one[key] for one in drift["length"]] for key in ("value", "low", "high")}),
         caption="1 + accepted / rounds, with the rounds that serving with that depth would start.",
     )
-    yield Figure(
+    yield ChartData(
         title="Joint acceptance",
-        chart=curves("joint", Axes(across="depth (tokens)", up="accepted (% of all rounds)", y_min=0.0, percent=True)),
-        caption="Drafts accepted together with all before them, of all rounds.",
+        axes=by_depth("accepted (% of all rounds)", percent=True),
+        lines=lines(lambda drift: drift["joint"]),
+        caption="Drafts accepted together with all drafts before them, over all rounds.",
     )
     for name, drift in drifts.items():
-        lines = [
-            _line(told, drift["mass"][region], colour) for colour, (region, told) in enumerate(meanings.REGIONS.items())
-        ]
-        yield Figure(
+        yield ChartData(
             title=f"Where {name} looks",
-            chart=line_chart(
-                lines, Axes(across="depth (tokens)", up="attention (% of its weight)", y_min=0.0, percent=True)
-            ),
+            axes=by_depth("attention (% of its weight)", percent=True),
+            lines=[
+                _line(label, drift["mass"][region], colour) for colour, (region, label) in enumerate(REGIONS.items())
+            ],
             caption="Attention on the first tokens of the text (sink), the rest of the prompt, the verified part of "
-            "the answer, and the drafts of the round itself. What it looks at matters less than whether that changes.",
+            "the answer, and the drafts of the round itself. Where it looks matters less than whether that "
+            "changes with depth.",
         )
-    yield Figure(
+    yield ChartData(
         title="Spread of attention",
-        chart=curves("spread", Axes(across="depth (tokens)", up="entropy / ln(slots) (0 to 1)", y_min=0.0, y_max=1.0)),
-        caption="Entropy in parts of the largest possible: 1 looks everywhere alike.",
+        axes=by_depth("entropy / ln(slots) (0 to 1)", y_max=1.0),
+        lines=lines(lambda drift: drift["spread"]),
+        caption="Entropy relative to the largest possible: 1 is uniform attention.",
     )
-    yield Figure(
+    errors = [f"{name}: mean gap (ECE) {number(drift['calibration']['ece'], '.3f')}" for name, drift in drifts.items()]
+    yield ChartData(
         title="Confidence and truth",
-        chart=chart(
-            lambda name, drift, colour: _reliability_line(name, drift["calibration"], colour),
-            Axes(across="confidence (probability)", up="accepted (share)", y_min=0.0, y_max=1.0, diagonal=True),
-        ),
-        caption="How often a draft is accepted, by the probability that the drafter gave it; on the dotted line both "
-        "are equal. "
-        + "; ".join(
-            f"{name}: mean gap (ECE) {number(drift['calibration']['ece'], '.3f')}" for name, drift in drifts.items()
-        ),
+        axes=Axes(across="confidence (probability)", up="accepted (share)", y_min=0.0, y_max=1.0, diagonal=True),
+        lines=[_reliability(name, drift["calibration"], colour) for colour, (name, drift) in enumerate(drifts.items())],
+        caption="How often a draft is accepted, by the drafter's probability of it; on the dotted line both are equal. "
+        + "; ".join(errors),
     )
 
 
 def _line(label: str, curve: Record, colour: int) -> Line:
-    """A curve by depth, with its band."""
+    """Draw a curve by depth with its interval."""
     depths = range(1, len(curve["value"]) + 1)
     return Line(label=label, x=depths, y=curve["value"], low=curve["low"], high=curve["high"], colour=colour)
 
 
-def relative(curve: Record) -> Record:
-    """The same in parts of its first value."""
+def _relative(curve: Record) -> Record:
+    """Divide a curve by its first value."""
     return {key: [x / curve["value"][0] for x in curve[key]] for key in ("value", "low", "high")}
 
 
-def _by_key(estimates: Sequence[Record]) -> Record:
-    """Estimates of all depths as one curve."""
-    return {key: [one[key] for one in estimates] for key in ("value", "low", "high")}
-
-
-def reliability(calibration: Record) -> list[tuple[float, float]]:
-    """Confidence and accuracy of the bins that hold a draft."""
-    return [(c, a) for c, a in zip(calibration["confidence"], calibration["accuracy"], strict=True) if c is not None]
-
-
-def _reliability_line(label: str, calibration: Record, colour: int) -> Line:
-    pairs = reliability(calibration)
+def _reliability(label: str, calibration: Record, colour: int) -> Line:
+    """Draw accuracy by confidence, for the bins that hold a draft."""
+    pairs = [(c, a) for c, a in zip(calibration["confidence"], calibration["accuracy"], strict=True) if c is not None]
     return Line(label=label, x=[c for c, _ in pairs] or [0.0], y=[a for _, a in pairs] or [None], colour=colour)
 
 
 def _case(case: Record, drafters: Sequence[str]) -> Record:
     """A row of the matrix: the deepest cell of every drafter, with its colour."""
-    return {**case, "cells": [_cell(list(case["cells"][name].values())[-1]) for name in drafters]}
+    return {**case, "cells": [_cell(deepest_cell(case, name)) for name in drafters]}
+
+
+def deepest_cell(case: Record, drafter: str) -> Record:
+    """A drafter's cell at the deepest depth of a case."""
+    cell: Record = list(case["cells"][drafter].values())[-1]
+    return cell
 
 
 def _cell(cell: Record) -> Record:

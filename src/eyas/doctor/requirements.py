@@ -1,6 +1,6 @@
-"""Conditions for a pipeline: `length@3>=2.2`, `drift<=0.02`, `retained@7000>=0.95`.
+"""Requirements on a drafter, for pipelines: `length@3>=2.2`, `drift<=0.02`, `retained@7000>=0.95`.
 
-Invariant: what was not measured does not pass. A requirement that cannot be judged fails with the reason.
+A requirement that was not measured fails, with the reason.
 """
 
 import difflib
@@ -13,16 +13,17 @@ from typing import Any
 from eyas.errors import UserError
 
 METRICS = {
-    "length": "acceptance length of serving with this depth",
-    "conditional": "acceptance at this depth given all before",
-    "joint": "acceptance at this depth with all before",
-    "drift": "growth of the fed-back state per depth",
-    "ece": "expected calibration error",
-    "retained": "acceptance length kept in a case, or at a context of so many tokens (the worst place)",
-    "faults": "known faults found",
-    "outside": "share of the target's tokens that cannot be drafted",
+    "length": "length@3>=0.5",
+    "conditional": "conditional@3>=0.5",
+    "joint": "joint@3>=0.5",
+    "drift": "drift<=0.02",
+    "ece": "ece<=0.1",
+    "retained": "retained@7000>=0.95",
+    "faults": "faults<=0",
+    "outside": "outside<=0",
 }
-NEED = {"length": "a depth", "conditional": "a depth", "joint": "a depth", "retained": "a case or a number of tokens"}
+"""Metrics, each with an example; docs/doctor.md explains them."""
+BY_DEPTH = ("length", "conditional", "joint")
 _REQUIREMENT = re.compile(
     r"^\s*(?P<metric>[a-z]+)\s*(@\s*(?P<at>[^<>=]+?))?\s*(?P<sign><=|>=|<|>)\s*(?P<limit>\S+)\s*$"
 )
@@ -36,7 +37,7 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """A condition on the first drafter."""
+    """A requirement on the first drafter."""
 
     text: str
     metric: str
@@ -47,7 +48,7 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class RequirementResult:
-    """Whether a requirement holds."""
+    """Outcome of a requirement."""
 
     requirement: str
     passed: bool
@@ -56,7 +57,7 @@ class RequirementResult:
 
 
 def parse_requirement(text: str) -> Requirement:
-    """Read a condition, or say what is wrong with it."""
+    """Parse a requirement."""
     found = _REQUIREMENT.match(text)
     if found is None:
         raise UserError(
@@ -67,69 +68,64 @@ def parse_requirement(text: str) -> Requirement:
         near = difflib.get_close_matches(metric, METRICS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(METRICS)}"
         raise UserError(f"--require {text!r} asks for {metric!r}, which is not measured; {hint}")
-    if (metric in NEED) != (at is not None):
-        need = f"needs {NEED[metric]} behind @" if metric in NEED else "takes nothing behind @"
-        raise UserError(f"--require {text!r}: {metric} {need}; write it like {_example(metric)}")
-    if metric in ("length", "conditional", "joint") and not (at or "").isdigit():
-        raise UserError(f"--require {text!r}: {at!r} is no depth; give a whole number, like {_example(metric)}")
+    example = METRICS[metric]
+    if ("@" in example) != (at is not None):
+        what = "a case or a number of tokens" if metric == "retained" else "a depth"
+        need = f"needs {what} behind @" if "@" in example else "takes nothing behind @"
+        raise UserError(f"--require {text!r}: {metric} {need}; write it like {example}")
+    if metric in BY_DEPTH and not (at or "").isdigit():
+        raise UserError(f"--require {text!r}: {at!r} is no depth; give a whole number, like {example}")
     try:
         number = float(limit)
     except ValueError:
-        raise UserError(f"--require {text!r}: {limit!r} is no number; write it like {_example(metric)}") from None
+        raise UserError(f"--require {text!r}: {limit!r} is no number; write it like {example}") from None
     return Requirement(text=text, metric=metric, at=at, sign=found["sign"], limit=number)
-
-
-def _example(metric: str) -> str:
-    examples = {"retained": "retained@7000>=0.95", "drift": "drift<=0.02", "ece": "ece<=0.1"}
-    return examples.get(metric, f"{metric}@3>=0.5" if metric in NEED else f"{metric}<=0")
 
 
 def check_requirements(
     requirements: Sequence[Requirement], record: Mapping[str, Any], subject: str
 ) -> list[RequirementResult]:
-    """Hold every requirement against a record."""
+    """Check every requirement on a record."""
     return [_check(requirement, record, subject) for requirement in requirements]
 
 
 def _check(requirement: Requirement, record: Mapping[str, Any], subject: str) -> RequirementResult:
     value, why = _value(requirement, record, subject)
-    if value is None:
-        return RequirementResult(requirement=requirement.text, passed=False, value=None, reason=f"not measured: {why}")
-    passed = _SIGNS[requirement.sign](value, requirement.limit)
-    return RequirementResult(
-        requirement=requirement.text,
-        passed=passed,
-        value=value,
-        reason=f"{value:.4g}{'' if passed else ' is not'} {requirement.sign} {requirement.limit:g}",
-    )
+    passed, reason = False, f"not measured: {why}"
+    if value is not None:
+        passed = _SIGNS[requirement.sign](value, requirement.limit)
+        reason = f"{value:.4g}{'' if passed else ' is not'} {requirement.sign} {requirement.limit:g}"
+    return RequirementResult(requirement=requirement.text, passed=passed, value=value, reason=reason)
 
 
 def _value(requirement: Requirement, record: Mapping[str, Any], subject: str) -> tuple[float | None, str]:
-    own = record["drafters"][subject]
+    """Look up the value of a metric, or the reason why there is none."""
+    own, metric = record["drafters"][subject], requirement.metric
     drift = own["drift"]
-    if requirement.metric == "faults":
-        verdict = own["verdict"]
+    if metric == "faults":
         if own["diagnosis"] is None:
             return None, "no diagnosis"
-        unsure = next((s["text"] for s in verdict["statements"] if s.get("name") == "unsure_faults"), None)
-        faults = float(sum(s["level"] == "fault" for s in verdict["statements"]))
+        statements = own["verdict"]["statements"]
+        unsure = next((s["text"] for s in statements if s.get("name") == "unsure_faults"), None)
+        faults = float(sum(s["level"] == "fault" for s in statements))
         return (faults, "") if faults or unsure is None else (None, unsure)
-    if requirement.metric == "retained":
+    if metric == "retained":
         return _retained(requirement.at or "", record, subject)
     if drift is None:
         return None, "no prompt was finished"
-    if requirement.metric in ("length", "conditional", "joint"):
+    if metric in BY_DEPTH:
         depth = int(requirement.at or 0)
         if not 1 <= depth <= drift["depth"]:
             return None, f"depth {depth} is outside 1..{drift['depth']}"
-        if requirement.metric == "length":
+        if metric == "length":
             return drift["length"][depth - 1]["value"], ""
-        return drift[requirement.metric]["value"][depth - 1], f"no round came as far as depth {depth}"
+        return drift[metric]["value"][depth - 1], f"no round came as far as depth {depth}"
     simple = {"drift": drift["growth"]["value"], "ece": drift["calibration"]["ece"], "outside": drift["outside_share"]}
-    return simple[requirement.metric], "nothing to measure it on"
+    return simple[metric], "nothing to measure it on"
 
 
 def _retained(at: str, record: Mapping[str, Any], subject: str) -> tuple[float | None, str]:
+    """Find the least share kept in the cases that `at` names."""
     named = [
         case for case in record["cases"] if case["name"] == at or (at.isdigit() and case["name"].startswith(f"{at} "))
     ]

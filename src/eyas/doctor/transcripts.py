@@ -1,10 +1,10 @@
-"""What the target answered, and its states while it did: everything a drafter would be given in serving.
+"""Answers of the target with its hidden states: the inputs of a drafter in serving.
 
 The target runs once per prompt, on the engine that serves; every drafter, depth, repair and noise is then examined on
-the same transcript. Decoding goes on a few tokens behind the answer's end, because serving completes its last round as
-well and accepts from what the target would have said there.
-Invariant: `ids` is what plain decoding gives (greedy, or drawn by the prompt's own seed, whatever else is in the
-batch), and `aux_TX` holds a state for every token but the last.
+the same transcript. Decoding continues a few tokens past the answer's end, because serving also completes its last
+round and accepts from the target's tokens there.
+Invariant: `ids` are those of plain decoding (greedy, or drawn by the prompt's own seed, whatever else is in the batch),
+and `aux_TX` holds a state for every token but the last.
 
 Shapes: T tokens, X concatenated auxiliary states.
 """
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -24,12 +23,12 @@ from eyas.target.capture import select_states
 from eyas.target.model import Target
 
 CACHED_TOKENS = 65_536
-"""Tokens that all answers under way hold together: a few GiB for small targets."""
+"""Tokens that all requests hold together: a few GiB for small targets."""
 MOST_AT_ONCE = 64
 SHORTEST = 1024
-"""Tokens of prompt and answer that there is room for at least."""
+"""Least length of prompt and answer that the engine is made for."""
 READ_TOKENS = 512
-"""Tokens of prompts of one pass: later ones see more keys, so reading in pieces halves the scores to compute."""
+"""Prompt tokens of one pass: chunks halve the number of scores to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,59 +36,58 @@ class Asked:
     """A prompt to be answered."""
 
     key: int
-    """The caller's own: the same prompt under a perturbation keeps its key."""
+    """Chosen by the caller; a perturbed prompt keeps its key."""
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transcript:
-    """A prompt, its answer, some tokens behind it, and the target's states."""
+    """A prompt, its answer, some tokens past its end, and the target's states."""
 
     key: int
     ids: tuple[int, ...]
     prompt_length: int
     answer_length: int
-    """Tokens of the answer, what stopped it included, without those behind its end."""
+    """Tokens of the answer, including a stop token, without those past its end."""
     aux_TX: Tensor
     layer_ids: tuple[int, ...]
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """The answer alone."""
         return self.ids[self.prompt_length : self.prompt_length + self.answer_length]
 
     def cut(self, answer_length: int, overshoot: int) -> "Transcript":
-        """The same as if fewer tokens had been asked for."""
+        """Shorten the transcript as if fewer tokens had been asked for."""
         length = min(self.answer_length, answer_length)
         end = self.prompt_length + length + overshoot
         assert end <= len(self.ids), "a transcript can be made shorter only"
         return replace(self, answer_length=length, ids=self.ids[:end], aux_TX=self.aux_TX[: end - 1])
 
     def aux_of(self, layer_ids: Sequence[int]) -> Tensor:
-        """The states of these layers only, concatenated in their order [T, X]."""
+        """Select the states of these layers, concatenated in their order [T, X]."""
         return select_states(self.aux_TX, self.layer_ids, layer_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answering:
-    """How prompts are answered."""
+    """Decoding options for prompts."""
 
     max_new_tokens: int
     overshoot: int
-    """Tokens to decode behind an answer's end: as many as the deepest round drafts."""
+    """Tokens to decode past the answer's end: as many as the deepest round drafts."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
 
     @property
     def most_tokens(self) -> int:
-        """The most that are decoded behind a prompt."""
+        """The most tokens that are decoded for a prompt."""
         return self.max_new_tokens + self.overshoot
 
 
 class Transcriber:
-    """Answers prompts and keeps the states of the layers that the drafters at hand read.
+    """Answers prompts and keeps the states of the layers that the drafters read.
 
-    What texts begin with in common is read once, as long as memory holds it.
+    Common prefixes are computed once, as long as the engine's prefix cache holds them.
     """
 
     def __init__(self, target: Target, layer_ids: Collection[int], stop_strings: Sequence[str] = ()) -> None:
@@ -98,12 +96,12 @@ class Transcriber:
         self._stop_ids, self._stop_strings = target.stop_ids(), tuple(stop_strings)
         self._engine: Engine | None = None
         self.read = 0
-        """Prompt tokens that the target really had to read."""
+        """Prompt tokens that were not in the prefix cache."""
         self.tick: Callable[[int], None] = lambda tokens: None
-        """Told after every step of an answer how many tokens it gave."""
+        """Callback with the number of tokens of each step of a request."""
 
     def answer(self, prompts: Sequence[Asked], how: Answering) -> Iterator[Transcript]:
-        """Answer as many together as memory allows; transcripts come in the order of their ends."""
+        """Answer prompts in a batch; transcripts are yielded as they finish."""
         for prompt in prompts:
             if not prompt.ids:
                 raise UserError(f"prompt {prompt.key} has 0 tokens; give at least 1")
@@ -117,20 +115,28 @@ class Transcriber:
         )
         for (prompt, made), output in served:
             tokens = (*made, *output.tokens)
-            # The first request ended with the answer, or was allowed to go on behind its longest.
+            # A first request decodes past the longest answer, unless the answer ends early.
             length = min(len(made or tokens), how.max_new_tokens)
             missing = length + how.overshoot - len(tokens)
             if not made:
                 self.read += len(prompt.ids) - output.num_cached_tokens
-            if missing:  # the answer ended early
+            if missing:
                 waiting.append(self._ask(prompt, how, made=tokens, count=missing))
             else:
-                yield self._transcript(prompt, tokens, length, output)
+                assert output.hidden_states is not None, "the engine keeps them"
+                yield Transcript(
+                    key=prompt.key,
+                    ids=(*prompt.ids, *tokens),
+                    prompt_length=len(prompt.ids),
+                    answer_length=length,
+                    aux_TX=output.hidden_states,
+                    layer_ids=self.layer_ids,
+                )
 
     def make_room(self, length: int) -> None:
-        """Let prompt and answer have so many tokens; if they could not yet, what was read before is forgotten."""
+        """Make an engine for this length of prompt and answer; a new one starts with an empty prefix cache."""
         if self._engine is None or self._engine.max_model_len < length:
-            self._engine = None  # its memory is free before more is taken
+            self._engine = None  # frees its memory first
             longest = self.target.facts.max_position_embeddings
             length = max(length, min(SHORTEST, longest or SHORTEST))
             together = max(1, min(MOST_AT_ONCE, CACHED_TOKENS // length))
@@ -143,13 +149,13 @@ class Transcriber:
             self._engine = Engine(self.target, config=options)
 
     def forget(self) -> None:
-        """Read everything anew: the target has other layers."""
+        """Drop the engine, since the target's layers were replaced."""
         self._engine = None
 
     def _ask(
         self, prompt: Asked, how: Answering, *, made: tuple[int, ...] = (), count: int | None = None
     ) -> "tuple[_Open, Request]":
-        """The next tokens behind what was `made`; a token's chance depends on seed and position, so it goes on."""
+        """Request the tokens after those `made`; noise depends on seed and position, so they stay the same."""
         request = Request(
             prompt=(*prompt.ids, *made),
             sampling=how.sampling,
@@ -160,19 +166,6 @@ class Transcriber:
         )
         return (prompt, made), request
 
-    def _transcript(
-        self, prompt: Asked, tokens: tuple[int, ...], answer_length: int, output: RequestOutput
-    ) -> Transcript:
-        assert output.hidden_states is not None, "the engine keeps them"
-        return Transcript(
-            key=prompt.key,
-            ids=(*prompt.ids, *tokens),
-            prompt_length=len(prompt.ids),
-            answer_length=answer_length,
-            aux_TX=output.hidden_states,
-            layer_ids=self.layer_ids,
-        )
-
 
 _Open = tuple[Asked, tuple[int, ...]]
-"""A prompt, and what was decoded behind it so far."""
+"""A prompt, and the tokens decoded for it so far."""

@@ -1,1 +1,1 @@
-"""The drafter: what it is (config), what it computes (model), and how it lies on disk (layouts, checkpoint, check)."""
+"""The drafter: what it is (config), what it computes (model), and how it is stored (layouts, checkpoint, check)."""

@@ -1,18 +1,15 @@
-"""Where a drafter looks and how large a state it hands on, depth by depth: the measures of drift.
+"""Attention mass and entropy by depth: measures of drift for the doctor and the engine's drift probe.
 
-The doctor takes them of whole answers, the engine of a round now and then; both call this file. `AttentionProbe` is a
-watcher of `RoundAttention`.
+`AttentionProbe` is a watcher of `RoundAttention`. The mass of a region of slots is the sum of a query's weights on it,
+averaged over heads and layers:
 
-Slots fall into four regions, and the mass of a region is the sum of a query's weights on it, averaged over heads and
-layers:
-
-    sink      the first slots of the sequence, as many as are asked for
+    sink      the first slots of the sequence
     prompt    the rest of the prompt
-    verified  slots whose token is of the answer and was verified
+    verified  verified tokens of the answer
     own       drafts of the round itself
 
 Entropy is H = - sum_s w_s ln w_s of each head, averaged likewise; `spread` is H / ln(number of visible slots), which is
-1 for a query that looks everywhere alike, however long the text.
+1 for uniform weights.
 
 Shapes: R rounds, S depths, H heads, T slots.
 """
@@ -35,16 +32,16 @@ def rms(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionStatistics:
-    """Where every round's queries look."""
+    """Mass, entropy and spread of every round."""
 
     mass: dict[str, NDArray[np.float64]]
-    """By region, [S, R]."""
+    """[S, R] by region."""
     entropy_SR: NDArray[np.float64]
     spread_SR: NDArray[np.float64]
 
 
 class AttentionProbe:
-    """Sums weights up as they come; keeps no weights."""
+    """Accumulates the measures; keeps no weights."""
 
     def __init__(self, start_R: Tensor, *, prompt_length: int, depth: int, sinks: int = SINKS) -> None:
         self._start_R = start_R
@@ -56,7 +53,6 @@ class AttentionProbe:
         self._layers = [0] * depth
 
     def __call__(self, depth: int, layer: int, weights_HRS: Tensor, own: int) -> None:
-        """Take the weights of one layer at one depth."""
         row, slots = depth - 1, weights_HRS.shape[-1] - own
         weights_RS = weights_HRS.mean(dim=0)
         first, sink_end, prompt_end = self._bounds
@@ -66,13 +62,12 @@ class AttentionProbe:
         entropy_HR = torch.special.entr(weights_HRS).sum(dim=-1)
         visible_R = self._start_R + 1 + own
         self._entropy[row] += entropy_HR.mean(dim=0).double().cpu()
-        # A query that sees one slot has nothing to choose: it counts as looking everywhere.
+        # Spread is 1 for a query that sees one slot.
         share_HR = torch.where(visible_R > 1, entropy_HR / visible_R.clamp(min=2).log(), torch.ones_like(entropy_HR))
         self._spread[row] += share_HR.mean(dim=0).double().cpu()
         self._layers[row] += 1
 
     def statistics(self) -> AttentionStatistics:
-        """Averages over layers."""
         layers_S1 = torch.tensor(self._layers, dtype=torch.float64)[:, None].clamp(min=1)
         return AttentionStatistics(
             mass={region: (mass / layers_S1).numpy() for region, mass in self._mass.items()},

@@ -1,12 +1,12 @@
-"""A drafter on disk: a folder with config.json and safetensors. Read whole or refused; written whole or not at all.
+"""A drafter on disk: a folder with config.json and safetensors, which is read, checked, written and built.
 
-Invariant: a `Checkpoint` that was read has every tensor its config demands, in the right shape and dtype, and none
-that its config does not know. vLLM raises on unknown names but not on missing ones; here both are errors.
+Invariant: a checkpoint by `read_checkpoint` has exactly the tensors of its config, in the right shapes and dtypes. vLLM
+raises on unknown names but not on missing ones; here both are errors.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,18 +18,17 @@ from torch import Tensor
 from eyas.atomic import new_folder
 from eyas.checksum import sha256_of_all
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.eagle1 import BIAS_KEY
+from eyas.drafter.eagle1 import unknown_tensor_remedy, with_fc_bias
 from eyas.drafter.eagle1_model import new_drafter
-from eyas.drafter.layer_json import QUANTIZATION_KEY
-from eyas.drafter.layer_kinds import Json
-from eyas.drafter.layouts import LAYOUTS, detect
+from eyas.drafter.layer_json import QUANTIZATION_KEY, Json
+from eyas.drafter.layouts import LAYOUTS, Layout, detect
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantised_linears import QuantisedLinears, read_linears
 from eyas.drafter.recorded_acceptance import read_acceptance
 from eyas.drafter.shipped import shipped_folder
-from eyas.drafter.tensors import TensorSpec, expected_tensors
+from eyas.drafter.tensors import expected_tensors
 from eyas.drafter.vocab import check_offsets, membership_from_target_ids
-from eyas.drafter.weight_files import PICKLE, PICKLES, read_tensors
+from eyas.drafter.weight_files import PICKLE, PICKLES, read_tensors, weight_files
 from eyas.empty_model import matrices_without_memory
 from eyas.errors import UserError
 from eyas.hub import hub_options
@@ -45,31 +44,33 @@ _SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A drafter's config and tensors under canonical names, and what its folder said besides."""
+    """A drafter's config, its tensors under canonical names, and the rest of its folder."""
 
     config: DrafterConfig
     tensors: Mapping[str, Tensor]
     layout: str = "vllm"
     extras: Json
-    """config.json keys that change nothing here; carried along so that a conversion loses none."""
+    """Keys of config.json that change nothing; kept so that a conversion loses none."""
     raw_config: Json
     folder: Path | None = None
     quantised: QuantisedLinears | None = None
-    """Linears that are quantised on disk. `tensors` holds them too, dequantised: whoever changes those drops this."""
+    """Linears that are quantised on disk. `tensors` has them dequantised: set this to None when you change those."""
 
     @property
     def stored(self) -> dict[str, Tensor]:
-        """Tensors as they lie on disk, under canonical names."""
+        """Tensors as they are on disk, under canonical names."""
         if self.quantised is None:
             return dict(self.tensors)
         dense = {f"{name}.weight" for name in self.quantised.weights}
-        return {name: tensor for name, tensor in self.tensors.items() if name not in dense} | dict(
-            self.quantised.stored
-        )
+        return {name: tensor for name, tensor in self.tensors.items() if name not in dense} | {**self.quantised.stored}
+
+    @property
+    def extras_on_disk(self) -> Json:
+        return self.extras if self.quantised is None else {**self.extras, QUANTIZATION_KEY: self.quantised.said}
 
 
 def find_folder(source: str) -> Path:
-    """The folder of a drafter: one that comes with eyas, `source` itself, or a snapshot of that hub id."""
+    """Return the folder of a drafter: a shipped one, `source` itself, or a snapshot of that hub id."""
     if (shipped := shipped_folder(source)) is not None:
         return shipped
     folder = Path(source)
@@ -100,13 +101,13 @@ def find_folder(source: str) -> Path:
 
 
 def fingerprint_drafter(source: str) -> str:
-    """Tells a drafter's weights from others: the SHA-256 of its files."""
+    """Return the SHA-256 of a drafter's weight files."""
     folder = find_folder(source)
     return sha256_of_all(sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")))
 
 
 def read_raw_config(folder: Path) -> Json:
-    """config.json as it stands."""
+    """Return the content of config.json."""
     path = folder / "config.json"
     if not path.exists():
         raise UserError(f"{folder} has no config.json; a drafter's folder holds config.json and *.safetensors")
@@ -124,39 +125,34 @@ def read_raw_config(folder: Path) -> Json:
 
 
 def tensor_problems(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Everything wrong with a set of tensors, one line each."""
-    expected = expected_tensors(config)
-    problems = [
-        f"tensor {name} is missing (expected {list(spec.shape)}); {_missing_remedy(name, config)}"
-        for name, spec in expected.items()
-        if spec.required and name not in tensors
-    ]
-    problems += [
-        f"tensor {name} {list(tensor.shape)} is not part of this drafter; {_unknown_remedy(name, config)}"
-        for name, tensor in tensors.items()
-        if name not in expected
-    ]
-    for name, spec in expected.items():
-        if name in tensors:
-            problems += _misfits(name, tensors[name], spec)
+    """Return everything wrong with a set of tensors, one line each."""
+    problems = list(_name_and_shape_problems(config, tensors))
     if not problems and "d2t" in tensors:
-        problems += _vocabulary_problems(tensors, config.vocab_size)
+        problems += _vocabulary_problems(tensors["d2t"], tensors.get("t2d"), config.vocab_size)
     return problems
 
 
-def _misfits(name: str, tensor: Tensor, spec: TensorSpec) -> list[str]:
-    dtype = _SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    if tuple(tensor.shape) != spec.shape:
-        return [
-            f"tensor {name} is {list(tensor.shape)}, expected {list(spec.shape)}; "
-            "correct config.json or export the drafter again"
-        ]
-    if dtype not in spec.dtypes:
-        return [f"tensor {name} is {dtype}, expected {' or '.join(sorted(spec.dtypes))}; convert it and save again"]
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        bad = int((~tensor.isfinite()).sum())
-        return [f"tensor {name} holds {bad} values that are not finite; the training diverged, use an earlier step"]
-    return []
+def _name_and_shape_problems(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    expected = expected_tensors(config)
+    for name, spec in expected.items():
+        if spec.required and name not in tensors:
+            yield f"tensor {name} is missing (expected {list(spec.shape)}); {_missing_remedy(name, config)}"
+    for name, tensor in tensors.items():
+        if name not in expected:
+            yield f"tensor {name} {list(tensor.shape)} is not part of this drafter; {_unknown_remedy(name, config)}"
+    for name in (name for name in expected if name in tensors):
+        tensor, spec = tensors[name], expected[name]
+        dtype = _SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+        if tuple(tensor.shape) != spec.shape:
+            yield (
+                f"tensor {name} is {list(tensor.shape)}, expected {list(spec.shape)}; "
+                "correct config.json or export the drafter again"
+            )
+        elif dtype not in spec.dtypes:
+            yield f"tensor {name} is {dtype}, expected {' or '.join(sorted(spec.dtypes))}; convert it and save again"
+        elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            bad = int((~tensor.isfinite()).sum())
+            yield f"tensor {name} holds {bad} values that are not finite; the training diverged, use an earlier step"
 
 
 def _missing_remedy(name: str, config: DrafterConfig) -> str:
@@ -176,7 +172,7 @@ def _missing_remedy(name: str, config: DrafterConfig) -> str:
 
 def _unknown_remedy(name: str, config: DrafterConfig) -> str:
     if config.eagle1:
-        return _unknown_to_eagle1(name)
+        return unknown_tensor_remedy(name)
     for prefix, flag in (("fc_norm.", "fc_norm"), ("input_norm.", "norm_before_fc")):
         if name.startswith(prefix) and not getattr(config, flag):
             return f"config.json says {flag} is false: set it to true if the drafter was trained so"
@@ -191,49 +187,27 @@ def _unknown_remedy(name: str, config: DrafterConfig) -> str:
     return "vLLM would refuse it: remove it or correct config.json"
 
 
-def _unknown_to_eagle1(name: str) -> str:
-    if name == "lm_head.weight":
-        return "an EAGLE-1 drafter uses the target's head, and vLLM refuses another: remove it"
-    if name == "fc.bias":
-        return "config.json says bias is false: set it to true if fc was trained with it"
-    if name in ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight", "norm.weight"):
-        return "an EAGLE-1 drafter has no norm there: was it trained as something else?"
-    if name.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias")):
-        return (
-            "config.json says no attention_bias; where queries, keys and values alone have biases, as Qwen2's "
-            "have, eyas and vLLM do not run it"
-        )
-    if name.endswith(".bias"):
-        return "vLLM would leave it out without a word: correct attention_bias or mlp_bias in config.json, or remove it"
-    if ".experts." in name or ".block_sparse_moe." in name:
-        return "eyas runs EAGLE-1 drafters with layers of Llama, not with experts: use such a one"
-    if name.startswith("model."):
-        return "EAGLE tensors have no 'model.' prefix: is this path the target instead of its drafter?"
-    return "vLLM would refuse it: remove it or correct config.json"
-
-
-def _vocabulary_problems(tensors: Mapping[str, Tensor], vocab_size: int) -> list[str]:
-    d2t = tensors["d2t"]
+def _vocabulary_problems(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> Iterator[str]:
     try:
         check_offsets(d2t, vocab_size)
     except UserError as error:
-        return [str(error)]
-    if "t2d" in tensors:
-        target_ids = d2t + torch.arange(len(d2t))
-        differing = int((membership_from_target_ids(target_ids, vocab_size) != tensors["t2d"]).sum())
-        if differing:
-            absolute = int(d2t.max()) < vocab_size and int(d2t.min()) >= 0
-            if absolute and torch.equal(membership_from_target_ids(d2t, vocab_size), tensors["t2d"]):
-                return [
-                    "d2t holds absolute target ids (t2d agrees with them as such); it must hold offsets: "
-                    "subtract arange(draft_vocab_size) from it"
-                ]
-            return [f"t2d disagrees with d2t on {differing} target ids; rebuild t2d from d2t"]
-    return []
+        yield str(error)
+        return
+    members = membership_from_target_ids(d2t + torch.arange(len(d2t)), vocab_size)
+    if t2d is None or torch.equal(members, t2d):
+        return
+    absolute = int(d2t.max()) < vocab_size and int(d2t.min()) >= 0
+    if absolute and torch.equal(membership_from_target_ids(d2t, vocab_size), t2d):
+        yield (
+            "d2t holds absolute target ids (t2d agrees with them as such); it must hold offsets: "
+            "subtract arange(draft_vocab_size) from it"
+        )
+    else:
+        yield f"t2d disagrees with d2t on {int((members != t2d).sum())} target ids; rebuild t2d from d2t"
 
 
 def read_checkpoint(source: str, *, layout: str | None = None) -> Checkpoint:
-    """Read a drafter from a folder or a hub id, or raise for the first thing wrong with it."""
+    """Read a drafter from a folder or a hub id; raises the first problem."""
     checkpoint = read_unchecked(source, layout=layout)
     problems = tensor_problems(checkpoint.config, checkpoint.tensors)
     if problems:
@@ -243,26 +217,27 @@ def read_checkpoint(source: str, *, layout: str | None = None) -> Checkpoint:
 
 
 def read_config(source: str) -> DrafterConfig:
-    """What config.json alone says of a drafter."""
+    """Read the config of a drafter, without its tensors."""
     raw = read_raw_config(find_folder(source))
+    return _parsed(source, detect(raw), raw)[0]
+
+
+def _parsed(source: str, layout: Layout, raw: Json) -> tuple[DrafterConfig, Json]:
     try:
-        return detect(raw).read_config(raw)[0]
+        return layout.read_config(raw)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
 
 
 def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
-    """Read config and tensors without holding one against the other; `eyas check` reports on the result."""
+    """Read config and tensors without comparing them; `eyas check` reports on the result."""
     folder = find_folder(source)
     raw = read_raw_config(folder)
     chosen = detect(raw) if layout is None else LAYOUTS[layout]
-    try:
-        config, extras = chosen.read_config(raw)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
+    config, extras = _parsed(source, chosen, raw)
     tensors = read_tensors(folder, chosen)
     if config.eagle1:
-        config = _fc_bias(config, tensors, raw)
+        config = with_fc_bias(config, tensors, raw)
     linears = None
     if extras.get(QUANTIZATION_KEY):
         said = extras.pop(QUANTIZATION_KEY)
@@ -278,14 +253,6 @@ def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
     )
 
 
-def _fc_bias(config: DrafterConfig, tensors: dict[str, Tensor], raw: Json) -> DrafterConfig:
-    """Whether fc has a bias, where config.json does not say; one of zeros is none, and is left out."""
-    if "fc.bias" in tensors and raw.get(BIAS_KEY) is not False and not tensors["fc.bias"].any():
-        del tensors["fc.bias"]
-        return replace(config, fc_bias=False)
-    return config if raw.get(BIAS_KEY) is not None else replace(config, fc_bias="fc.bias" in tensors)
-
-
 def write_checkpoint(
     checkpoint: Checkpoint,
     destination: Path,
@@ -294,40 +261,37 @@ def write_checkpoint(
     replace: bool = False,
     beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a drafter as `layout` would; refuses what that format cannot express or its servers cannot run.
+    """Write a drafter in the format `layout`; refuses what it cannot express or its servers cannot run.
 
-    `beside` are texts by file name that belong to these weights and appear with them.
+    `beside` maps names of further files to their text. The folder appears whole or not at all.
     """
     chosen, config = LAYOUTS[layout], checkpoint.config
     problems = tensor_problems(config, checkpoint.tensors)
     if problems:
         raise UserError(f"refusing to write {destination}: {problems[0]}")
-    extras = checkpoint.extras
-    if checkpoint.quantised is not None:
-        if chosen.not_quantised:
-            raise UserError(
-                f"the drafter is {checkpoint.quantised.scheme.words}, and {chosen.not_quantised}; "
-                "dequantise it with --quantize none, or serve it with vLLM or eyas"
-            )
-        extras = {**extras, QUANTIZATION_KEY: checkpoint.quantised.said}
-    config_json = chosen.write_config(config, extras)
+    if checkpoint.quantised is not None and chosen.not_quantised:
+        raise UserError(
+            f"the drafter is {checkpoint.quantised.scheme.words}, and {chosen.not_quantised}; "
+            "dequantise it with --quantize none, or serve it with vLLM or eyas"
+        )
+    config_json = chosen.write_config(config, checkpoint.extras_on_disk)
     stored = {
         name: tensor.contiguous()
         for canonical, tensor in checkpoint.stored.items()
         for name in chosen.stored_names(canonical, config)
     }
     if layout == "sglang" and config.eagle1 and not config.fc_bias:
-        # SGLang's fc always has a bias, which would stay as random as it was made.
+        # SGLang's fc always has a bias, which would keep its random values.
         stored["fc.bias"] = torch.zeros(config.hidden_size, dtype=stored["fc.weight"].dtype)
     with new_folder(destination, replace=replace) as staging:
         try:
-            # Twins share memory, which safetensors refuses; a copy is the plain way out.
+            # safetensors refuses tensors that share memory, as twins do.
             save_file(_unshared(stored), staging / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
         (staging / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if checkpoint.folder is not None:
-            _copy_companions(checkpoint.folder, staging)
+            _copy_other_files(checkpoint.folder, staging)
         for name, text in (beside or {}).items():
             (staging / name).write_text(text, encoding="utf-8")
 
@@ -341,8 +305,8 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _copy_companions(source: Path, destination: Path) -> None:
-    """Licence, model card, tokenizer: whatever else lies beside the weights, except weights."""
+def _copy_other_files(source: Path, destination: Path) -> None:
+    """Copy licence, model card, tokenizer: everything but weights and config."""
     left_out = ("config.json", "model.safetensors.index.json", f"{PICKLE}.index.json")
     for path in source.iterdir():
         weights = any(path.match(pattern) for pattern in ("*.safetensors", *PICKLES))
@@ -351,7 +315,7 @@ def _copy_companions(source: Path, destination: Path) -> None:
 
 
 def build_drafter(checkpoint: Checkpoint) -> Drafter:
-    """A drafter with the checkpoint's weights; what it does not ship waits for `share_target`."""
+    """Build a drafter with the checkpoint's weights; `share_target` adds the tables that it does not ship."""
     with matrices_without_memory():
         drafter = new_drafter(
             checkpoint.config,
@@ -360,7 +324,7 @@ def build_drafter(checkpoint: Checkpoint) -> Drafter:
         )
     tensors = dict(checkpoint.tensors)
     for name in tensors.keys() & {"d2t", "t2d"}:
-        # They are never cast, as weights are: where they lay in the file, all of it would stay mapped for them.
+        # Not cast like weights: without a copy, the whole file would stay mapped for them.
         tensors[name] = tensors[name].clone()
     if checkpoint.config.pruned and "t2d" not in tensors:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
@@ -370,12 +334,12 @@ def build_drafter(checkpoint: Checkpoint) -> Drafter:
 
 
 def load_drafter(source: str) -> Drafter:
-    """Read a drafter and build it, on the CPU and in the dtype it was stored in; a quantised one is dequantised."""
+    """Read and build a drafter on the CPU, in its stored dtype; a quantised one is dequantised."""
     return drafter_of(read_checkpoint(source))
 
 
 def drafter_of(checkpoint: Checkpoint) -> Drafter:
-    """Build a drafter, with how often it was accepted as far as its folder says."""
+    """Build a drafter, with the acceptance that its folder records."""
     drafter = build_drafter(checkpoint)
     if checkpoint.folder is not None:
         drafter.recorded_acceptance = read_acceptance(checkpoint.folder)
@@ -383,11 +347,37 @@ def drafter_of(checkpoint: Checkpoint) -> Drafter:
 
 
 def checkpoint_of(drafter: Drafter) -> Checkpoint:
-    """What of a drafter belongs on disk: its own tensors, not those it shares with the target."""
+    """Return a drafter's own tensors for writing, without those it shares with the target."""
     shared = {"embed_tokens.weight"} if drafter.shares_embedding else set()
     shared |= {"lm_head.weight"} if drafter.shares_head else set()
     own = {name: t for name, t in drafter.state_dict().items() if not name.startswith("target_norm.")}
     tensors = {name: t.detach().cpu() for name, t in own.items() if name not in shared}
-    # A drafter that was cast says on disk what it is now, not what it was built as.
+    # The drafter may have been cast since it was built.
     config = replace(drafter.config, dtype=str(drafter.fc.weight.dtype).removeprefix("torch."))
     return Checkpoint(config=config, tensors=tensors, extras={}, raw_config={})
+
+
+def is_explicit(checkpoint: Checkpoint) -> bool:
+    """Whether a folder has safetensors and the config.json that eyas writes for vLLM: nothing is left to guess."""
+    assert checkpoint.folder is not None, "it was read from one"
+    if checkpoint.layout != "vllm" or not any(checkpoint.folder.glob("*.safetensors")):
+        return False
+    return LAYOUTS["vllm"].write_config(checkpoint.config, checkpoint.extras_on_disk) == checkpoint.raw_config
+
+
+def vllm_folder(source: str, cache: Path, destination: Path | None = None) -> Path:
+    """Return the folder to give to vLLM: the drafter's own if explicit, else a copy in `cache`, or at `destination`."""
+    checkpoint = read_checkpoint(source)
+    folder = checkpoint.folder
+    assert folder is not None, "it was read from one"
+    if destination is not None:
+        write_checkpoint(checkpoint, destination)
+        return destination.resolve()
+    if is_explicit(checkpoint):
+        return folder.resolve()
+    content = sha256_of_all([folder / "config.json", *weight_files(folder)])
+    copy = cache.resolve() / "drafters" / f"{Path(source).resolve().name}-{content[:16]}"
+    if not copy.is_dir():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(checkpoint, copy)
+    return copy

@@ -1,7 +1,6 @@
-"""What a drafter is, in numbers and flags. No torch: planning and checking start from here.
+"""Configuration of a drafter: sizes and flags. Imports no torch, since planning and checking start from here.
 
-Invariant: a `DrafterConfig` that exists is consistent; everything that could be wrong with it was refused at
-construction, so the model, the layouts and the cost formulas never validate again.
+Invariant: a `DrafterConfig` is consistent. Its constructor refuses everything else, so no other code validates again.
 """
 
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from eyas.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Rope kinds whose frequencies do not depend on the length of the sequence. The others (dynamic, longrope) are
-# computed differently by transformers and vLLM, so a drafter using them would draft differently in each.
+# Rope types whose frequencies do not depend on the length of the sequence, with the keys that they need. transformers
+# and vLLM compute the others (dynamic, longrope) differently, so a drafter would draft differently in each.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -25,27 +24,27 @@ ROPE_OPTIONAL_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 LATENT_ROPES = ("default", "yarn")
-"""Rope kinds of latent attention: vLLM takes every other for yarn."""
+"""Rope types with latent attention: vLLM treats every other as yarn."""
 NOT_LATENT = frozenset({"attention_factor", "truncate"})
-"""Keys of yarn that it ignores there."""
+"""Keys of yarn that vLLM ignores with latent attention."""
 
-# Far above any drafter, and low enough that a typing error is a line and not a table of a billion tensors.
-_MOST: Mapping[str, int] = {"num_hidden_layers": 256, "num_aux_hidden_states": 256}
+# Above any drafter, and low enough that a typing error is not a table of a billion tensors.
+_LIMITS: Mapping[str, int] = {"num_hidden_layers": 256, "num_aux_hidden_states": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """Sizes of multi-head latent attention (MLA): all heads' keys and values come of one small vector of a token."""
+    """Sizes of multi-head latent attention (MLA): keys and values of all heads come from one latent per token."""
 
     kv_lora_rank: int
-    """Size of that vector, the latent."""
+    """Size of the latent."""
     qk_nope_head_dim: int
-    """Size of the part of a head's queries and keys that is not turned; its keys come of the latent."""
+    """Size of the part of a head's queries and keys without rotation; these keys are projected from the latent."""
     qk_rope_head_dim: int
-    """Size of the part that is; its key is one for all heads."""
+    """Size of the part with rotation; all heads share its key."""
     v_head_dim: int
     q_lora_rank: int | None
-    """Size of what queries come of, if they do not come of the layer's input."""
+    """Size of the latent of queries; None if they are projected from the layer's input."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -59,13 +58,12 @@ class LatentSizes:
 
     @property
     def qk_head_dim(self) -> int:
-        """Size of a head's queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedSizes:
-    """What a layer keeps of a token: so many keys and values, of these sizes."""
+    """Sizes of one layer's KV cache for one token."""
 
     heads: int
     key_dim: int
@@ -73,12 +71,12 @@ class CachedSizes:
 
     @property
     def numbers(self) -> int:
-        """In all."""
+        """Elements of keys and values together."""
         return self.heads * (self.key_dim + self.value_dim)
 
 
 class HasLayers(Protocol):
-    """What must be known of a target to say which of its states a drafter reads."""
+    """The facts of a target that decide which of its states a drafter reads."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -90,37 +88,36 @@ class DrafterConfig:
     """Shape and flags of a drafter of the EAGLE family."""
 
     vocab_size: int
-    """The target's vocabulary: what token ids and embeddings range over."""
+    """Size of the target's vocabulary: token ids and embeddings."""
     draft_vocab_size: int
-    """Rows of the drafter's head; smaller than `vocab_size` when the vocabulary is pruned."""
+    """Rows of the drafter's head; smaller than `vocab_size` if the vocabulary is pruned."""
     hidden_size: int
     target_hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    """Size of a head's queries and keys; of its values too, but for latent attention."""
+    """Size of a head's queries and keys, and of its values except with latent attention."""
     num_hidden_layers: int = 1
     num_aux_hidden_states: int = 3
     aux_layer_ids: tuple[int, ...] | None = None
-    """Which target states are read, as numbers of finished layers, ascending. None: the target's default."""
+    """Target states that are read, as numbers of finished layers, ascending. None: the target's default."""
     fc_norm: bool = False
-    """EAGLE 3.1, part one: a norm on each target state before the fusion."""
+    """EAGLE 3.1, part one: a norm on each target state before `fc`."""
     norm_output: bool = False
-    """EAGLE 3.1, part two: the next depth is fed the normed state."""
+    """EAGLE 3.1, part two: the next depth receives the normed state."""
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Layers of Qwen3: every head of queries and keys is normed before it is turned."""
+    """Qwen3 layers: each head's queries and keys are normed before rotation."""
     mla: LatentSizes | None = None
-    """Layers of DeepSeek: multi-head latent attention."""
+    """DeepSeek layers: multi-head latent attention."""
     eagle1: bool = False
-    """EAGLE-1 and EAGLE-2, which are one drafter: the target's last state, behind its last norm, goes through `fc`
-    beside the embedding at every depth, and the target's head reads what comes of it."""
+    """EAGLE-1 or EAGLE-2, which are one drafter (see `eagle1_model.py`)."""
     fc_bias: bool = False
-    """Of EAGLE-1 only."""
+    """EAGLE-1 only: `fc` has a bias."""
     rms_norm_eps: float = 1e-5
     logit_scale: float = 1.0
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
@@ -128,33 +125,12 @@ class DrafterConfig:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "draft_vocab_size",
-            "hidden_size",
-            "target_hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "num_hidden_layers",
-            "num_aux_hidden_states",
-            "max_position_embeddings",
-        ):
-            _require_whole(name, getattr(self, name))
-        for name in (
-            "fc_norm",
-            "norm_output",
-            "norm_before_fc",
-            "norm_before_residual",
-            "attention_bias",
-            "mlp_bias",
-            "qk_norm",
-            "eagle1",
-            "fc_bias",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false in config.json")
+        for item in fields(self):
+            if item.type is int:
+                _require_whole(item.name, getattr(self, item.name))
+        for item in fields(self):
+            if item.type is bool and not isinstance(value := getattr(self, item.name), bool):
+                raise UserError(f"{item.name} is {value!r}; it must be true or false in config.json")
         if self.qk_norm and (self.attention_bias or self.mlp_bias):
             raise UserError(
                 f"attention_bias is {self.attention_bias} and mlp_bias {self.mlp_bias} beside qk_norm; layers of Qwen3 "
@@ -185,7 +161,7 @@ class DrafterConfig:
         _check_rope(self.rope_parameters)
 
     def _check_latent(self, mla: LatentSizes) -> None:
-        """Refuse what the servers of such drafters do not compute, or do not compute alike."""
+        """Refuse what vLLM and SGLang do not compute with latent attention, or compute differently."""
         for flag in ("norm_before_fc", "attention_bias", "mlp_bias", "qk_norm"):
             if getattr(self, flag):
                 raise UserError(
@@ -194,8 +170,8 @@ class DrafterConfig:
                 )
         if self.num_key_value_heads != self.num_attention_heads:
             raise UserError(
-                f"num_key_value_heads is {self.num_key_value_heads} beside latent attention (MLA), whose keys come of "
-                f"one latent; set it to num_attention_heads, {self.num_attention_heads}, in config.json"
+                f"num_key_value_heads is {self.num_key_value_heads} beside latent attention (MLA), whose keys come "
+                f"from one latent; set it to num_attention_heads, {self.num_attention_heads}, in config.json"
             )
         if self.head_dim != mla.qk_head_dim:
             raise UserError(
@@ -219,7 +195,7 @@ class DrafterConfig:
             )
 
     def _check_eagle1(self) -> None:
-        """Refuse what belongs to EAGLE-3 alone, and the other way round."""
+        """Refuse EAGLE-3 features in an EAGLE-1 drafter, and the reverse."""
         if not self.eagle1:
             if self.fc_bias:
                 raise UserError("fc has a bias, which EAGLE-3 drafters have not: remove fc.bias and bias")
@@ -246,7 +222,7 @@ class DrafterConfig:
             )
 
     def layers_read(self, target: HasLayers) -> tuple[int, ...]:
-        """Which states of that target are read, as numbers of finished layers, ascending."""
+        """Return the states that are read of a target, as numbers of finished layers, ascending."""
         if self.eagle1:
             return (target.num_hidden_layers,)
         return self.aux_layer_ids or target.default_aux_layer_ids()
@@ -267,12 +243,12 @@ class DrafterConfig:
         if list(ids) != sorted(set(ids)):
             raise UserError(
                 f"auxiliary layer ids {list(ids)} are not strictly ascending; servers concatenate states in layer "
-                "order whatever the list says, so sort the ids and the columns of fc.weight alike"
+                "order whatever the list says, so sort the ids, and the columns of fc.weight with them"
             )
 
     @property
     def family(self) -> str:
-        """What people call it: of EAGLE-3, by the two flags of 3.1 together, neither, or one of them."""
+        """Name for people; EAGLE-3.1 has both of its flags."""
         if self.eagle1:
             return "EAGLE-1/2"
         if self.fc_norm and self.norm_output:
@@ -282,12 +258,11 @@ class DrafterConfig:
 
     @property
     def method(self) -> str:
-        """What vLLM calls it."""
         return "eagle" if self.eagle1 else "eagle3"
 
     @property
     def cached(self) -> CachedSizes:
-        """What a layer keeps of a token when it serves: of latent attention the latent, as key and as value."""
+        """Sizes of the KV cache; latent attention caches the latent, as key and as value."""
         if self.mla is not None:
             rank = self.mla.kv_lora_rank
             return CachedSizes(heads=1, key_dim=rank + self.mla.qk_rope_head_dim, value_dim=rank)
@@ -295,17 +270,16 @@ class DrafterConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head are turned."""
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def pruned(self) -> bool:
-        """Whether the drafter proposes from a part of the target's vocabulary only."""
+        """Whether the drafter proposes a part of the target's vocabulary only."""
         return self.draft_vocab_size < self.vocab_size
 
 
 def _require_whole(name: str, value: object) -> None:
-    most = _MOST.get(name, 2**31 - 1)
+    most = _LIMITS.get(name, 2**31 - 1)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise UserError(f"{name} is {value!r}; it must be a whole number from 1 to {most}: correct it in config.json")
 

@@ -1,4 +1,4 @@
-"""What a drafter costs, from its shape alone: bytes and floating-point operations. No torch."""
+"""Bytes and floating-point operations of a drafter, from its shape. Imports no torch."""
 
 from dataclasses import dataclass
 from math import prod
@@ -10,22 +10,22 @@ BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def kv_bytes_per_token(config: DrafterConfig, dtype: str) -> int:
-    """Keys and values of one token over all layers."""
+    """Bytes of keys and values of one token over all layers."""
     return config.num_hidden_layers * config.cached.numbers * BYTES_PER_ELEMENT[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSizes:
-    """Weights that a token is multiplied by, wherever they come from."""
+    """Number of weights that one token is multiplied by, the drafter's or the target's."""
 
     fusion: int
-    """At depth 0 only; EAGLE-1 runs fc at every depth, and fuses nothing."""
+    """At depth 0 only; 0 for EAGLE-1, which runs fc at every depth."""
     every_depth: int
     head: int
 
 
 def matrix_sizes(config: DrafterConfig) -> MatrixSizes:
-    """Of a drafter of this shape."""
+    """Return the sizes of a drafter of this shape."""
     sizes = {name: prod(spec.shape) for name, spec in expected_tensors(config).items() if len(spec.shape) == 2}
     for name in ("embed_tokens.weight", "lm_head.weight"):
         sizes.pop(name, None)
@@ -35,20 +35,20 @@ def matrix_sizes(config: DrafterConfig) -> MatrixSizes:
 
 
 def flops_per_token(config: DrafterConfig, *, context: int, with_fusion: bool) -> int:
-    """Multiply-adds count two. `with_fusion` is depth 0, the only depth at which states are fused."""
+    """Return the FLOPs of one token; a multiply-add counts two. `with_fusion` is depth 0."""
     sizes = matrix_sizes(config)
     multiplied = sizes.every_depth + sizes.head + (sizes.fusion if with_fusion else 0)
     return 2 * multiplied + context * attention_flops(config)
 
 
 def attention_flops(config: DrafterConfig) -> int:
-    """Of one token that sees one other: its scores and mixed values over all layers."""
+    """Return the FLOPs of scores and values for each token that one token sees, over all layers."""
     size = config.cached.key_dim + config.cached.value_dim
     return 2 * config.num_attention_heads * size * config.num_hidden_layers
 
 
 def remembering_weights(config: DrafterConfig) -> int:
-    """Weights, behind the fusion of states, that make what later tokens see of a token."""
+    """Number of weights, after fusion, that compute keys and values of a token."""
     made = config.cached.key_dim if config.mla is not None else config.cached.numbers
     both = 2 * config.hidden_size
     return both * config.hidden_size + config.hidden_size * made if config.eagle1 else both * made

@@ -1,7 +1,7 @@
-"""What drift is, in formulas over depths: the doctor's and the engine's alike. Neither torch nor numpy.
+"""Formulas of drift over depths, for the doctor and the engine. Imports neither torch nor numpy.
 
-growth       the slope of ln(RMS of the fed-back state) by depth: 0 is flat, 0.05 five per cent more at every depth
-conditional  rounds that accept draft d, of those that accept all d - 1 before it
+growth       slope of ln(RMS of the feedback state) over depth: 0 is flat, 0.05 is five per cent more at every depth
+conditional  share of rounds that accept draft d among those that accept all d - 1 before it
 """
 
 from collections.abc import Sequence
@@ -10,29 +10,28 @@ from itertools import pairwise
 from math import isfinite, log, nan
 
 SMALLEST = 1e-30
-"""A state of nothing but zeros has a logarithm too."""
+"""Lower bound, so that a state of zeros has a logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A number and where it may lie."""
+    """A number with its confidence interval."""
 
     value: float
     low: float
     high: float
 
     def as_json(self) -> dict[str, float | None]:
-        """For the record."""
         return {"value": plain(self.value), "low": plain(self.low), "high": plain(self.high)}
 
 
 def plain(value: float) -> float | None:
-    """A number as JSON knows them: there is no NaN."""
+    """Round a number for JSON; NaN becomes None."""
     return round(float(value), 6) if isfinite(value) else None
 
 
 def slope(by_depth: Sequence[float]) -> float:
-    """Change per depth: least squares over the depths that have a value."""
+    """Return the change per depth by least squares, over depths that have a value."""
     known = [(depth, value) for depth, value in enumerate(by_depth, start=1) if isfinite(value)]
     if len(known) < 2:
         return nan
@@ -41,10 +40,10 @@ def slope(by_depth: Sequence[float]) -> float:
 
 
 def log_sizes(rms_by_depth: Sequence[float]) -> list[float]:
-    """The logarithm of sizes, so that drafters of any scale compare."""
+    """Return logarithms of sizes, which compare drafters of any scale."""
     return [log(max(size, SMALLEST)) for size in rms_by_depth]
 
 
 def conditional_acceptance(rounds: Sequence[float]) -> list[float]:
-    """Of all rounds, then of those that accepted 1, 2, ... drafts at least: which part accepts each next depth."""
+    """Return the share that accepts each next depth, from counts of all rounds and rounds with 1, 2, ... accepted."""
     return [after / before if before > 0 else nan for before, after in pairwise(rounds)]

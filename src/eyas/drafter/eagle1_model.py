@@ -1,7 +1,7 @@
-"""EAGLE-1 drafters, which are EAGLE-2 too: they read the target's last state behind its last norm.
+"""The EAGLE-1 drafter, which is EAGLE-2's too: it reads the target's last state after the last norm.
 
-g = the target's last state behind its last norm, then p    x = fc([Emb(token); g])
-r = x + Attention(x)    p = r + MLP(norm(r))                 logits = the target's head of p
+g = the target's state at depth 0, p of the previous depth later
+x = fc([Emb(token); g])    r = x + Attention(x)    p = r + MLP(norm(r))    logits = target head(p)
 """
 
 from copy import deepcopy
@@ -13,33 +13,34 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter, LaterLayer
 from eyas.errors import UserError
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from eyas.kernels.linear.embedding_table import EmbeddingTable
+from eyas.kernels.linear.served_linear import ServedLinear
 
 
 class Eagle1Drafter(Drafter):
-    """An EAGLE-1 drafter: an ordinary layer whose input is the embedding and the state, combined by `fc`."""
+    """An ordinary layer whose input is `fc` of embedding and state."""
 
     def __init__(self, config: DrafterConfig, *, own_embedding: bool = False, own_head: bool = True) -> None:
         super().__init__(config, own_embedding=own_embedding, own_head=own_head)
         self.norm = nn.Identity()  # type: ignore[assignment]
         self.target_norm: nn.Module | None = None
-        """A copy of the target's last norm, never saved with the drafter."""
+        """Copy of the target's last norm; not saved with the drafter."""
 
     def share_target(
         self,
-        embedding_VD: Tensor | QuantisedEmbedding,
-        head_VD: Tensor | QuantisedLinear,
+        embedding_VD: EmbeddingTable,
+        head_VD: Tensor | ServedLinear,
         last_norm: nn.Module | None = None,
     ) -> Drafter:
-        """Use the target's last norm, and its embeddings and head where the drafter has none of its own."""
+        """Use the target's last norm, its head, and its embeddings if the drafter has none."""
         if last_norm is None:
-            raise UserError("an EAGLE-1 drafter reads states behind the target's last norm, and none was found")
+            raise UserError("an EAGLE-1 drafter reads states after the target's last norm, and that norm was not found")
         weight = self.fc.weight
         self.target_norm = deepcopy(last_norm).to(weight.device, weight.dtype).eval().requires_grad_(False)
         return super().share_target(embedding_VD, head_VD)
 
     def fuse(self, aux_X: Tensor) -> Tensor:
-        """The target's last state [..., X] behind its last norm."""
+        """Apply the target's last norm to its last state [..., X]."""
         if self.target_norm is None:
             raise UserError("the drafter has not been given the target's last norm; load it together with its target")
         return self.target_norm(aux_X)  # type: ignore[no-any-return]
@@ -47,7 +48,7 @@ class Eagle1Drafter(Drafter):
     def remember(
         self, hidden: Tensor, token_ids: Tensor, positions: Tensor, *, expanded: bool = False
     ) -> KeysAndValues:
-        """All that `step` leaves for later tokens to see."""
+        """Return the keys and values that `step` would compute."""
         layer = self.layers[0]
         assert isinstance(layer, LaterLayer)
         cos, sin = self.rope(positions, hidden.dtype)
@@ -67,6 +68,6 @@ class Eagle1Drafter(Drafter):
 
 
 def new_drafter(config: DrafterConfig, *, own_embedding: bool = False, own_head: bool = True) -> Drafter:
-    """A drafter of the family that its config names, with weights yet to be set."""
+    """Return a drafter of the config's family, with weights yet to be set."""
     family = Eagle1Drafter if config.eagle1 else Drafter
     return family(config, own_embedding=own_embedding, own_head=own_head)

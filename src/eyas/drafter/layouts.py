@@ -1,13 +1,12 @@
-"""How each format spells a drafter: tensor names and config.json, as tables, plus the few rules tables cannot say.
+"""Formats of a drafter on disk: tensor names and config.json of vLLM, SGLang and speculators.
 
-- `vllm`: `LlamaForCausalLMEagle3`, or what `layer_kinds.py` has for other layers, with `midlayer.`; SafeAILab,
-  SpecForge and vLLM write and read it. `layers.0.` is read as well, and written when there are several layers.
-  EAGLE-1 drafters are in `eagle1.py`.
-- `sglang`: the same, but SGLang counts auxiliary layers differently (see `_read_aux_ids`).
+- `vllm`: `LlamaForCausalLMEagle3`, or the architecture of other layers (`layer_json.py`), with `midlayer.`; SafeAILab,
+  SpecForge and vLLM write and read it. `layers.0.` is read too, and written if there are several layers. `eagle1.py`
+  has EAGLE-1 drafters.
+- `sglang`: like `vllm`, but SGLang counts auxiliary layers differently (see `_read_aux_ids`).
 - `speculators`: nested config, `layers.N.`.
 
-Invariant: reading what a layout wrote gives back the same config and extras; keys that mean nothing here are
-carried along as extras, keys that nobody knows are refused, because an unknown key may change the mathematics.
+Invariant: reading what a layout wrote gives back the same config and extras.
 """
 
 import re
@@ -21,19 +20,14 @@ from eyas.drafter.layer_json import (
     CONSUMED,
     DRAFTER_FIELDS,
     IDS_KEY,
-    build_config,
-    known_keys,
-    layer_json,
-    layer_values,
-    refuse_unknown,
-)
-from eyas.drafter.layer_kinds import (
     LAYER_KINDS,
     Json,
     LayerKind,
+    build_config,
     kind_of,
-    kind_of_architecture,
-    kind_of_model_type,
+    known_keys,
+    layer_json,
+    refuse_unknown,
 )
 from eyas.errors import UserError
 
@@ -59,31 +53,33 @@ _EAGLE_CONFIG_KEYS = frozenset({IDS_KEY, "norm_before_fc", "use_aux_hidden_state
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One format: how to tell its tensor names, and how to read and write its config.json."""
+    """A format: its tensor names, and how its config.json is read and written."""
 
     name: str
-    from_disk: tuple[tuple[str, str], ...]
-    """Regular expressions that turn a stored tensor name into the canonical one, applied in order."""
-    to_disk: Callable[[DrafterConfig], tuple[tuple[str, str], ...]]
-    twins: tuple[tuple[str, str], ...] = ()
-    """Tensors stored a second time under another name, for a reader that looks there."""
+    midlayer: bool = True
+    """Whether the first layer is stored as `midlayer` if there is only one."""
+    later_hidden_norm: bool = False
+    """Whether the input norm of later layers is stored as `hidden_norm` too, for SGLang."""
     read_config: Callable[[Json], tuple[DrafterConfig, Json]]
     write_config: Callable[[DrafterConfig, Json], Json]
     not_quantised: str = ""
-    """Why its servers cannot run a drafter whose linears are quantised, if they cannot."""
+    """Why its servers cannot run a quantised drafter; empty if they can."""
 
     def canonical_name(self, stored: str) -> str:
-        """The canonical name of a stored tensor."""
-        return _rename(stored, self.from_disk)
+        name = re.sub(r"^midlayer\.", "layers.0.", stored)
+        # SGLang stores the input norm of later layers as `hidden_norm`, vLLM as `input_layernorm`; both load either.
+        return re.sub(r"^(layers\.[1-9]\d*\.)hidden_norm\.", r"\1input_layernorm.", name) if self.midlayer else name
 
     def stored_names(self, canonical: str, config: DrafterConfig) -> set[str]:
-        """The names this format stores a tensor under."""
-        name = _rename(canonical, self.to_disk(config))
-        return {name, _rename(name, self.twins)}
+        name = canonical
+        if self.midlayer and config.num_hidden_layers == 1 and not config.eagle1:
+            name = re.sub(r"^layers\.0\.", "midlayer.", name)
+        twin = re.sub(r"^(layers\.[1-9]\d*\.)input_layernorm\.", r"\1hidden_norm.", name)
+        return {name, twin} if self.later_hidden_norm else {name}
 
 
 def detect(raw: Json) -> Layout:
-    """Which format a config.json is written in."""
+    """Return the format of a config.json."""
     if "speculators_model_type" in raw or "speculators_config" in raw:
         return LAYOUTS["speculators"]
     if is_sglangs(raw):
@@ -96,11 +92,8 @@ def detect(raw: Json) -> Layout:
 
 
 def _whole_numbers(ids: object) -> TypeGuard[list[int]]:
-    """A list of one or more; bool is no number here."""
+    """Whether `ids` is a list of one or more whole numbers; bool is none."""
     return isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
-
-
-# --- reading -----------------------------------------------------------------------------------------------
 
 
 def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
@@ -121,21 +114,17 @@ def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
     if not isinstance(source, dict):
         raise UserError(f"eyas_source is {source!r}; it must be an object as `eyas convert` writes it: remove it")
     refuse_unknown(source, frozenset(_SPECULATORS_SOURCE), "eyas_source")
-    values = layer_values(raw, kind)
-    values |= {key: raw[key] for key in DRAFTER_FIELDS if raw.get(key) is not None}
-    if "norm_before_fc" in eagle:
-        values["norm_before_fc"] = eagle["norm_before_fc"]
-    values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), eagle.get(IDS_KEY), sglang=sglang)
-    if "num_aux_hidden_states" not in values and ids is not None:
-        values["num_aux_hidden_states"] = len(ids)
-    return build_config(values), {key: value for key, value in raw.items() if key not in CONSUMED | kind.keys}
+    said = {"norm_before_fc": eagle["norm_before_fc"]} if "norm_before_fc" in eagle else {}
+    ids = _read_aux_ids(raw.get(IDS_KEY), eagle.get(IDS_KEY), sglang=sglang)
+    config = build_config(raw, kind, raw, aux_layer_ids=ids, **said)
+    return config, {key: value for key, value in raw.items() if key not in CONSUMED | kind.keys}
 
 
 def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ...] | None:
-    """Auxiliary layer ids as numbers of finished layers.
+    """Read auxiliary layer ids as numbers of finished layers.
 
-    vLLM reads the top-level list as that, and older runners the nested one. SGLang reads the nested list only,
-    and as indices of the layer whose OUTPUT is taken: one less. A file with both lists says which it means.
+    vLLM reads the top-level list so, and its older runners the nested one. SGLang reads the nested list only, as
+    indices of the layer whose OUTPUT is taken: one less. In a file with both lists, they show which is meant.
     """
     for where, ids in (("", top), ("eagle_config.", nested)):
         if ids not in (None, []) and not _whole_numbers(ids):
@@ -153,17 +142,17 @@ def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ..
 
 
 def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
-    kind = raw.get("speculators_model_type")
-    if kind != "eagle3":
-        hint = "; read the EAGLE-1 drafter that it was converted from" if kind == "eagle" else ": use such a one"
-        raise UserError(f"speculators_model_type is {kind!r}; eyas and vLLM read 'eagle3' drafters{hint}")
+    model_type = raw.get("speculators_model_type")
+    if model_type != "eagle3":
+        hint = "; read the EAGLE-1 drafter that it was converted from" if model_type == "eagle" else ": use such a one"
+        raise UserError(f"speculators_model_type is {model_type!r}; eyas and vLLM read 'eagle3' drafters{hint}")
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise UserError(
             f"transformer_layer_config is {layer!r}; a speculators config.json needs it as an object: export it again"
         )
     layer_type = layer.get("model_type", "llama")
-    layer_kind = kind_of_model_type(layer_type)
+    layer_kind = next((kind for kind in LAYER_KINDS.values() if layer_type in kind.model_types), None)
     if layer_kind is None or "speculators" in layer_kind.not_in:
         known = [name for name, one in LAYER_KINDS.items() if "speculators" not in one.not_in]
         raise UserError(
@@ -177,22 +166,20 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
         )
     refuse_unknown(raw, _SPECULATORS_TOP, "config.json")
     refuse_unknown(layer, known_keys(layer, layer_kind), "transformer_layer_config")
-    values = layer_values(layer, layer_kind)
-    values |= {key: raw[key] for key in DRAFTER_FIELDS if raw.get(key) is not None}
-    values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), None, sglang=False)
-    if "num_aux_hidden_states" not in values and ids is not None:
-        values["num_aux_hidden_states"] = len(ids)
-    values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or values["dtype"]
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    ids = _read_aux_ids(raw.get(IDS_KEY), None, sglang=False)
+    config = build_config(layer, layer_kind, raw, aux_layer_ids=ids, **({"dtype": dtype} if dtype else {}))
     extras = {key: value for key, value in layer.items() if key not in CONSUMED | layer_kind.keys}
     source = {key: value for key, value in raw.items() if key in _SPECULATORS_SOURCE}
     if source != _speculators_source({}):
         extras["eyas_source"] = source
-    return build_config(values), extras
+    return config, extras
 
 
 def _kind_named(raw: Json) -> LayerKind:
     architectures = raw.get("architectures")
-    kind = kind_of_architecture(architectures)
+    named = architectures if isinstance(architectures, list) else []
+    kind = next((kind for kind in LAYER_KINDS.values() if any(name in kind.architectures for name in named)), None)
     if kind is None:
         known = [one.architectures[0] for one in LAYER_KINDS.values()]
         raise UserError(
@@ -207,11 +194,8 @@ def _kind_named(raw: Json) -> LayerKind:
     return kind
 
 
-# --- writing -----------------------------------------------------------------------------------------------
-
-
 def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
-    """Every flag and every id in every place some server reads it."""
+    """Write every flag and id in every place where a server reads it."""
     if config.eagle1:
         return write_eagle1(config, extras, sglang=sglang)
     kind = kind_of(config)
@@ -236,7 +220,13 @@ def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
 
 def _write_sglang(config: DrafterConfig, extras: Json) -> Json:
     kind_of(config).require_layout("sglang")
-    kind_of(config).require_sglang(config)
+    if config.mla is not None and config.num_hidden_layers > 1:
+        raise UserError(
+            f"the drafter has {config.num_hidden_layers} layers, and SGLang's latent-attention drafters have one; "
+            "use --to vllm"
+        )
+    if config.mla is not None and config.mla.q_lora_rank is None:
+        raise UserError("q_lora_rank is null, and SGLang's latent-attention drafters need one; use --to vllm")
     for flag, reason in (
         ("norm_before_residual", "SGLang always adds the residual before the norm"),
         ("attention_bias", "SGLang's drafter has no attention bias"),
@@ -253,7 +243,7 @@ _SPECULATORS_SOURCE = ("speculators_config", "speculators_version", "embed_requi
 
 
 def _speculators_source(extras: Json) -> Json:
-    """The parts of a speculators config that only speculators knows: as read, or its defaults."""
+    """Return the keys that only speculators knows: as they were read, or their defaults."""
     if "eyas_source" in extras:
         return dict(extras["eyas_source"])
     return {
@@ -261,12 +251,7 @@ def _speculators_source(extras: Json) -> Json:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 3,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
             ],
             "verifier": {"name_or_path": None, "architectures": []},
         }
@@ -274,7 +259,7 @@ def _speculators_source(extras: Json) -> Json:
 
 
 def name_verifier(extras: Json, target: str) -> Json:
-    """Extras from which a speculators export names its target; the speculators library loads no export without."""
+    """Return extras that name the target in a speculators export; the speculators library loads none without."""
     source = _speculators_source(extras)
     source["speculators_config"] = {
         **source["speculators_config"],
@@ -284,7 +269,7 @@ def name_verifier(extras: Json, target: str) -> Json:
 
 
 def names_verifier(extras: Json) -> bool:
-    """Whether a speculators export of these would name its target."""
+    """Whether a speculators export with these extras would name its target."""
     return _speculators_source(extras)["speculators_config"]["verifier"]["name_or_path"] is not None
 
 
@@ -305,7 +290,7 @@ def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         **_speculators_source(extras),
-        # vLLM starts from this object, so num_aux_hidden_states reaches it from here and from nowhere else.
+        # vLLM starts from this object: it reads num_aux_hidden_states here and nowhere else.
         "transformer_layer_config": {**layer_extras, "model_type": kind.model_types[0], **layer_json(config)},
         **{key: getattr(config, key) for key in DRAFTER_FIELDS},
         "tie_word_embeddings": False,
@@ -316,46 +301,20 @@ def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
     return written
 
 
-# --- the table ---------------------------------------------------------------------------------------------
-
-_MIDLAYER_IN = ((r"^midlayer\.", "layers.0."),)
-# SGLang norms the input of later layers with `hidden_norm`, vLLM with `input_layernorm`; both load either name.
-_SGLANG_LATER_IN = ((r"^(layers\.[1-9]\d*\.)hidden_norm\.", r"\1input_layernorm."),)
-_SGLANG_LATER_OUT = ((r"^(layers\.[1-9]\d*\.)input_layernorm\.", r"\1hidden_norm."),)
-
-
-def _midlayer_out(config: DrafterConfig) -> tuple[tuple[str, str], ...]:
-    return ((r"^layers\.0\.", "midlayer."),) if config.num_hidden_layers == 1 and not config.eagle1 else ()
-
-
-def _rename(name: str, rules: tuple[tuple[str, str], ...]) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 LAYOUTS: Mapping[str, Layout] = {
     "vllm": Layout(
         name="vllm",
-        from_disk=_MIDLAYER_IN + _SGLANG_LATER_IN,
-        to_disk=_midlayer_out,
         read_config=lambda raw: _read_eagle3(raw, sglang=False),
         write_config=lambda config, extras: _write_eagle3(config, extras, sglang=False),
     ),
     "sglang": Layout(
         name="sglang",
-        from_disk=_MIDLAYER_IN + _SGLANG_LATER_IN,
-        to_disk=_midlayer_out,
-        twins=_SGLANG_LATER_OUT,
+        later_hidden_norm=True,
         read_config=lambda raw: _read_eagle3(raw, sglang=True),
         write_config=_write_sglang,
         not_quantised="SGLang's fc is a plain linear, which would take 8-bit weights for the weights themselves",
     ),
     "speculators": Layout(
-        name="speculators",
-        from_disk=_MIDLAYER_IN,
-        to_disk=lambda config: (),
-        read_config=_read_speculators,
-        write_config=_write_speculators,
+        name="speculators", midlayer=False, read_config=_read_speculators, write_config=_write_speculators
     ),
 }

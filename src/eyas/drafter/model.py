@@ -1,10 +1,10 @@
 """The drafter's forward pass, one depth per call: fuse -> layers -> norm -> head.
 
-This is the only definition: training, decoding and diagnosis all call it, with their own `Attend`. Parameter
-names are those of the checkpoint, so loading is a plain `load_state_dict`.
+Training, decoding and diagnosis all call this definition, with their own `Attend`. Parameters are named as in the
+checkpoint, so loading is a plain `load_state_dict`.
 
-Shapes: D drafter hidden, X = A * target hidden (A auxiliary states concatenated), H query heads, G key heads,
-K head dim, W draft vocabulary; of latent attention: R latent, N part of a head that is not turned, P part that is, V
+Shapes: D drafter hidden, X = A * target hidden (A auxiliary states concatenated), H query heads, G key heads, K head
+dim, W draft vocabulary; with latent attention: R latent, N part of a head without rotation, P part with rotation, V
 values of a head; any leading dims.
 """
 
@@ -21,11 +21,12 @@ from eyas.drafter.rope import Rope, rotate, rotate_pairs, yarn_scale
 from eyas.drafter.vocab import DraftVocab
 from eyas.errors import UserError
 from eyas.kernels.elementwise import rms_norm
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from eyas.kernels.linear.embedding_table import EmbeddingTable, QuantisedEmbedding
+from eyas.kernels.linear.served_linear import ServedLinear
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: statistics in float32, one rounding before the weight, as transformers and vLLM do."""
+    """Root-mean-square norm: statistics in float32, one rounding before the weight, as in transformers and vLLM."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,8 +36,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Norm over the last dim."""
         if x.is_cuda and not torch.is_grad_enabled():
-            # The same bits by one kernel, which takes a tenth of the time where there are few tokens. With gradients,
-            # and on a CPU, where compiled code adds up in another order, it is written out: this is the definition.
+            # One kernel with equal bits, in a tenth of the time for few tokens. Not with gradients, and not on a CPU,
+            # where compiled code sums in another order.
             return rms_norm(x, self.weight, self.eps)
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
@@ -44,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections and rotation around the caller's `Attend`."""
+    """Projections and rotation around `Attend`."""
 
     def __init__(self, config: DrafterConfig, *, input_size: int) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Attention(nn.Module):
         self._head_dim = size
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        """Attend from x, whose slots stand at the positions cos and sin were made for."""
+        """Attend from x at the positions of cos and sin."""
         q = self.q_proj(x).unflatten(-1, (-1, self._head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         return self.o_proj(attend(layer, rotate(q, cos, sin), k, v).flatten(-2))  # type: ignore[no-any-return]
 
     def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
-        """What `forward` hands to `attend` for x to be seen."""
+        """Return the keys and values of x, as `forward` gives them to `attend`."""
         k, v = (proj(x).unflatten(-1, (-1, self._head_dim)) for proj in (self.k_proj, self.v_proj))
         if self.k_norm is not None:
             k = self.k_norm(k)
@@ -75,20 +76,20 @@ class Attention(nn.Module):
 
 
 class LatentProjection(nn.Linear):
-    """A linear whose weight is read as such, too: it is never packed or quantised, as plain ones are."""
+    """A linear that is never packed or quantised, because its weight is also read directly."""
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (MLA, DeepSeek's) around the caller's `Attend`.
+    """Multi-head latent attention (MLA, DeepSeek's) around `Attend`.
 
-    Of a token, all heads see one latent c [R] and one turned key p [P]. What a head sees is linear in the latent:
+    All heads share one latent c [R] and one rotated key p [P] per token. Keys and values are linear in the latent:
 
         k_h = [U_h c; p]    v_h = V_h c               U and V are `kv_b_proj`
-        q_h k_h = [U_h^T n_h; t_h] [c; p]             q_h = [n_h; t_h], of which t_h is turned
+        q_h k_h = [U_h^T n_h; t_h] [c; p]             q_h = [n_h; t_h], of which t_h is rotated
 
-    So there are two ways to compute the same. Absorbed, queries are taken to the latent: one key [c; p] and one value c
-    for all heads, which is all that a cache keeps. Expanded, every head has keys and values of its own, of sizes that
-    flash attention takes: that is for training, whose `Attend` asks for it (`ExpandsLatents`).
+    There are two equivalent ways to compute this. Absorbed, queries are multiplied by U^T: all heads share one key
+    [c; p] and one value c, which is all that a cache keeps. Expanded, every head has its own keys and values, of sizes
+    that flash attention takes; the `Attend` of training asks for it (`ExpandsLatents`).
     """
 
     def __init__(self, config: DrafterConfig, sizes: LatentSizes, *, input_size: int) -> None:
@@ -109,7 +110,7 @@ class LatentAttention(nn.Module):
         self._sizes, self._scale = sizes, sizes.qk_head_dim**-0.5 * yarn_scale(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        """Attend from x, whose slots stand at the positions cos and sin were made for."""
+        """Attend from x at the positions of cos and sin."""
         sizes, expanded = self._sizes, isinstance(attend, ExpandsLatents)
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
         plain, turned = q.unflatten(-1, (-1, sizes.qk_head_dim)).split(
@@ -119,7 +120,7 @@ class LatentAttention(nn.Module):
         up_HNR, out_HVR = self._latent_weights()
         if not expanded:
             plain = torch.einsum("...hn,hnr->...hr", plain, up_HNR)
-        # An `Attend` scales scores by the size of the keys it is given; queries make up for it.
+        # `Attend` scales scores by the size of its keys; the queries compensate for that.
         q = torch.cat([plain, rotate_pairs(turned, cos, sin)], dim=-1) * (self._scale * k.shape[-1] ** 0.5)
         mixed = attend(layer, q, k, v)
         if not expanded:
@@ -127,7 +128,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
 
     def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor, *, expanded: bool) -> KeysAndValues:
-        """What `forward` hands to `attend` for x to be seen."""
+        """Return the keys and values of x, as `forward` gives them to `attend`."""
         sizes = self._sizes
         latent, key = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         latent, key = self.kv_a_layernorm(latent), rotate_pairs(key[..., None, :], cos, sin)
@@ -142,7 +143,7 @@ class LatentAttention(nn.Module):
         return torch.cat([plain, key.expand(*plain.shape[:-1], -1)], dim=-1), v
 
     def _latent_weights(self) -> tuple[Tensor, Tensor]:
-        """What makes plain keys of a latent [H, N, R], and values [H, V, R]."""
+        """Return U [H, N, R] and V [H, V, R]."""
         sizes = self._sizes
         both = self.kv_b_proj.weight.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
         return both[:, : sizes.qk_nope_head_dim], both[:, sizes.qk_nope_head_dim :]
@@ -164,12 +165,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Feed forward."""
+        """Apply the feed-forward."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class FirstLayer(nn.Module):
-    """Reads the token's embedding beside the hidden state; attention takes both, embedding first."""
+    """The first layer: its attention reads the token's embedding and the hidden state, in this order."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class FirstLayer(nn.Module):
         self._norm_before_residual = config.norm_before_residual
 
     def forward(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """One depth of the first layer."""
+        """Run the layer at one depth."""
         normed = self.hidden_norm(hidden)
         residual = normed if self._norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -191,7 +192,7 @@ class FirstLayer(nn.Module):
     def keys_and_values(
         self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, *, expanded: bool
     ) -> KeysAndValues:
-        """What the layer would have later slots see."""
+        """Return the layer's keys and values."""
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
         if isinstance(self.self_attn, LatentAttention):
             return self.self_attn.keys_and_values(x, cos, sin, expanded=expanded)
@@ -199,7 +200,7 @@ class FirstLayer(nn.Module):
 
 
 class LaterLayer(nn.Module):
-    """An ordinary pre-norm layer without the embedding; as the first of EAGLE-1, without a norm before it attends."""
+    """An ordinary pre-norm layer without the embedding; the first layer of EAGLE-1 has no norm before attention."""
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
@@ -210,31 +211,30 @@ class LaterLayer(nn.Module):
         self._index = index
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """One depth of a later layer."""
+        """Run the layer at one depth."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, self._index, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
     def keys_and_values(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
-        """What the layer would have later slots see."""
+        """Return the layer's keys and values."""
         assert isinstance(self.self_attn, Attention)
         return self.self_attn.keys_and_values(self.input_layernorm(hidden), cos, sin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthOutput:
-    """What one depth leaves behind."""
+    """States after one depth."""
 
     normed: Tensor
-    """Post-norm state [..., D]; the head always reads this one."""
+    """Post-norm state [..., D], input of the head."""
     feedback: Tensor
-    """What the next depth receives as its hidden state [..., D]: the post-norm state with `norm_output`."""
+    """Hidden state of the next depth [..., D]: the post-norm state with `norm_output`, else the pre-norm state."""
 
 
 class Drafter(nn.Module):
     """An EAGLE-3 or EAGLE-3.1 drafter; `eagle1_model.py` has EAGLE-1.
 
-    Embeddings and head may be the drafter's own or the target's (`share_target`); shared ones are the target's
-    very tensors and are never saved with the drafter.
+    Embeddings and head may be the drafter's own or the target's tensors (`share_target`), which are not saved with it.
     """
 
     d2t: Tensor | None
@@ -244,9 +244,9 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.recorded_acceptance: RecordedAcceptance | None = None
-        """How often its drafts were accepted, if its folder says so; of these very weights."""
+        """How often drafts of these weights were accepted, if its folder says so."""
         self.quantization = "none"
-        """What its matrices are multiplied as, where that is not the type of its other weights."""
+        """Format that its matrices are multiplied in, if not the dtype of its other weights."""
         fused, eps = config.num_aux_hidden_states * config.target_hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(fused, eps) if config.norm_before_fc else None
         self.fc_norm = (
@@ -261,10 +261,10 @@ class Drafter(nn.Module):
         self.embed_tokens: nn.Embedding | QuantisedEmbedding | None = (
             nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         )
-        self.lm_head: nn.Linear | QuantisedLinear | None = (
+        self.lm_head: nn.Linear | ServedLinear | None = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_head else None
         )
-        # Offsets and membership as on disk (vocab.py explains them); absent when nothing is pruned.
+        # Offsets and membership as on disk (see vocab.py); None if the vocabulary is not pruned.
         pruned = config.pruned
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if pruned else None)
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if pruned else None)
@@ -274,22 +274,22 @@ class Drafter(nn.Module):
 
     def share_target(
         self,
-        embedding_VD: Tensor | QuantisedEmbedding,
-        head_VD: Tensor | QuantisedLinear,
+        embedding_VD: EmbeddingTable,
+        head_VD: Tensor | ServedLinear,
         last_norm: nn.Module | None = None,
     ) -> "Drafter":
-        """Use the target's embeddings and head where the drafter has none of its own."""
+        """Use the target's embeddings and head if the drafter has none."""
         config = self.config
         if self.embed_tokens is None:
-            _require_shape("embed_tokens", _shape(embedding_VD), (config.vocab_size, config.hidden_size))
-            if isinstance(embedding_VD, QuantisedEmbedding):
+            _require_shape("embed_tokens", tuple(embedding_VD.shape), (config.vocab_size, config.hidden_size))
+            if isinstance(embedding_VD, nn.Module):
                 self.embed_tokens = embedding_VD
             else:
                 self.embed_tokens = nn.Embedding(0, 0, device="meta")
                 self.embed_tokens.weight = nn.Parameter(embedding_VD.detach(), requires_grad=False)
         if self.lm_head is None:
-            _require_shape("lm_head", _shape(head_VD), (config.draft_vocab_size, config.hidden_size))
-            if isinstance(head_VD, QuantisedLinear):
+            _require_shape("lm_head", tuple(head_VD.shape), (config.draft_vocab_size, config.hidden_size))
+            if isinstance(head_VD, nn.Module):
                 self.lm_head = head_VD
             else:
                 self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
@@ -298,7 +298,7 @@ class Drafter(nn.Module):
 
     @property
     def norm_weight(self) -> Tensor:
-        """Of a norm that every drafter has: never packed or quantised, of the type that the drafter computes in."""
+        """Weight of a norm that every drafter has: never quantised, in the dtype that the drafter computes in."""
         layer = self.layers[0]
         assert isinstance(layer, FirstLayer | LaterLayer)
         return layer.post_attention_layernorm.weight
@@ -310,7 +310,7 @@ class Drafter(nn.Module):
         return DraftVocab.from_offsets(self.d2t, self.config.vocab_size)
 
     def fuse(self, aux_X: Tensor) -> Tensor:
-        """Combine the target's auxiliary states [..., X], in ascending layer order, into the depth-0 state."""
+        """Map the target's auxiliary states [..., X], in ascending layer order, to the depth-0 state."""
         if self.input_norm is not None:
             aux_X = self.input_norm(aux_X)
         if self.fc_norm is not None:
@@ -331,10 +331,9 @@ class Drafter(nn.Module):
     def remember(
         self, hidden: Tensor, token_ids: Tensor, positions: Tensor, *, expanded: bool = False
     ) -> KeysAndValues:
-        """All that `step` leaves for later tokens to see, where there is one layer: its keys and values.
+        """Return the keys and values that `step` would compute, for a drafter of one layer.
 
-        A prompt is read for them alone; queries, the rest of the layer and the head matter for its last token only.
-        Latents are `expanded` for an `Attend` that wants them so (`ExpandsLatents`).
+        A prompt needs nothing else, except for its last token. `expanded` is for an `Attend` that `ExpandsLatents`.
         """
         (layer,) = self.layers
         cos, sin = self.rope(positions, hidden.dtype)
@@ -363,12 +362,6 @@ class Drafter(nn.Module):
             raise UserError("the drafter has no embed_tokens of its own; load it together with its target")
         embedded: Tensor = self.embed_tokens(token_ids)
         return embedded
-
-
-def _shape(table: Tensor | QuantisedEmbedding | QuantisedLinear) -> tuple[int, ...]:
-    if isinstance(table, QuantisedEmbedding):
-        return table.num_embeddings, table.embedding_dim
-    return (table.out_features, table.in_features) if isinstance(table, QuantisedLinear) else tuple(table.shape)
 
 
 def _require_shape(name: str, found: tuple[int, ...], shape: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""A drafter's checkpoint with its linears in 8 bits, and back."""
+"""Quantises a drafter's checkpoint to 8 bits, and back."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from eyas.errors import UserError
 
 
 def quantised(checkpoint: Checkpoint, kind: str, source: str) -> Checkpoint:
-    """The same with all linears but the head in `kind`; refuses to round twice."""
+    """A copy with all linears but the head in `kind`; refuses to round twice."""
     if checkpoint.quantised is not None:
         raise UserError(
             f"{source} is quantised already ({checkpoint.quantised.scheme.words}), and rounding it again would lose "
@@ -31,7 +31,7 @@ def quantised(checkpoint: Checkpoint, kind: str, source: str) -> Checkpoint:
 
 
 def dequantised(checkpoint: Checkpoint, source: str) -> Checkpoint:
-    """The same with all its linears in the type of its other weights."""
+    """A copy with all linears in the dtype of its other weights."""
     if checkpoint.quantised is None:
         raise UserError(f"{source} is not quantised; leave --quantize none out")
     return replace(checkpoint, quantised=None)

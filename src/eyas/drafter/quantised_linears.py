@@ -1,11 +1,11 @@
-"""A drafter's linears in fewer bits, as they lie on disk.
+"""A drafter's quantised linears, as they lie on disk.
 
-What eyas writes is W8A8 of compressed-tensors: int8 or fp8, a scale per output, and inputs that whoever multiplies
-rounds by a scale per token. vLLM's EAGLE-3 drafter takes `quantization_config` from the drafter's own config.json for
-`fc`, the projections of its layers and `lm_head`. The head is left alone here, as it is in most published checkpoints:
-it decides every draft. Embeddings and norms always are.
+eyas writes W8A8 of compressed-tensors: int8 or fp8, a scale per output, and inputs that are rounded when multiplied
+with a scale per token. vLLM's EAGLE-3 drafter takes `quantization_config` from the drafter's own config.json for `fc`,
+the projections of its layers and `lm_head`. The head is not quantised here, as in most published checkpoints: it
+decides every draft. Embeddings and norms never are.
 
-What is read is whatever `eyas.quantization` knows.
+Reading supports every format of `eyas.quantization`.
 
 Shapes: E outputs, K inputs.
 """
@@ -17,37 +17,36 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layer_json import QUANTIZATION_KEY
-from eyas.drafter.layer_kinds import Json
+from eyas.drafter.layer_json import QUANTIZATION_KEY, Json
 from eyas.drafter.tensors import expected_tensors
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int8
-from eyas.quantization.quantised_tensors import is_quantised, read_quantised
-from eyas.quantization.quantization_config import WeightScheme, weight_scheme
+from eyas.quantization.quantization_config import weight_scheme
+from eyas.quantization.weight_format import WeightScheme
 
 KINDS = ("int8", "fp8")
-"""What linears can be written in."""
+"""Kinds that linears can be written in."""
 _LEFT_ALONE = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantisedLinears:
-    """The linears of a drafter that are quantised, by canonical name ("fc")."""
+    """The quantised linears of a drafter, by canonical name ("fc")."""
 
     said: Json
-    """`quantization_config`, as it stands in config.json."""
+    """`quantization_config` of config.json."""
     scheme: WeightScheme
     stored: Mapping[str, Tensor]
-    """Their tensors but biases, as they lie on disk, by canonical name ("fc.weight_scale")."""
+    """Their tensors except biases, as on disk, by canonical name ("fc.weight_scale")."""
     weights: Mapping[str, QuantisedWeight]
 
     def dequantised(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Their weights as a drafter that is not quantised has them ("fc.weight")."""
+        """Their weights under the names of an unquantised drafter ("fc.weight")."""
         return {f"{name}.weight": weight.dequantised().to(dtype) for name, weight in self.weights.items()}
 
 
 def linear_names(config: DrafterConfig) -> list[str]:
-    """The linears that are quantised when a drafter is: all but the head."""
+    """The linears to quantise: all but the head."""
     return [
         name.removesuffix(".weight")
         for name, spec in expected_tensors(config).items()
@@ -58,16 +57,14 @@ def linear_names(config: DrafterConfig) -> list[str]:
 def read_linears(
     said: Json, tensors: Mapping[str, Tensor], dtype: torch.dtype, source: str
 ) -> tuple[dict[str, Tensor], QuantisedLinears]:
-    """All tensors of a drafter as one that is not quantised has them, and what of them is quantised."""
+    """Return all tensors of a drafter as if it was not quantised, and the quantised ones."""
     scheme = weight_scheme({QUANTIZATION_KEY: said}, source)
     assert scheme is not None
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         modules.setdefault(owner, {})[attribute] = tensor
-    weights = {
-        owner: read_quantised(scheme, parts, owner) for owner, parts in modules.items() if is_quantised(scheme, parts)
-    }
+    weights = {owner: scheme.read(parts, owner) for owner, parts in modules.items() if scheme.owns(parts)}
     if not weights:
         raise UserError(
             f"config.json says that {source} is {scheme.words}, and none of its tensors has scales; "
@@ -85,7 +82,7 @@ def read_linears(
 
 
 def quantise_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], kind: str) -> QuantisedLinears:
-    """The linears of a drafter, rounded to one of `KINDS`."""
+    """Round the linears of a drafter to one of `KINDS`."""
     quantise = quantise_int8 if kind == "int8" else quantise_float8
     weights = {name: quantise(tensors[f"{name}.weight"]) for name in linear_names(config)}
     stored = {f"{name}.weight": weight.q_EK for name, weight in weights.items()}

@@ -1,11 +1,11 @@
-"""acceptance.json in a drafter's folder: how often its drafts were accepted, by depth. No torch.
+"""acceptance.json in a drafter's folder: how often its drafts were accepted, by depth. Imports no torch.
 
-An engine starts from it instead of from nothing. vLLM does not look at the file. Training writes it from its estimate
-on held-out text; what is learnt while serving soon outweighs it, so a record that is off costs little.
+An engine starts from it; vLLM does not read the file. Training writes an estimate on held-out text, which measurements
+while serving soon outweigh.
 
     {"version": 1, "source": "estimated on held-out text", "rounds": 5120, "accepted_at": [3738, 2654, 1805]}
 
-`accepted_at` are the rounds, of all, that accepted the token at depth 1, 2, ... and all before it.
+`accepted_at` counts the rounds that accepted the tokens at depths 1, 2, ... and all before them.
 """
 
 import json
@@ -20,30 +20,24 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedAcceptance:
-    """Rounds of a drafter, and how many of them accepted each depth."""
+    """Number of rounds, and how many accepted each depth."""
 
     rounds: int
     accepted_at: tuple[int, ...]
     source: str
 
     def by_depth(self) -> list[float]:
-        """a(1), a(2), ...: the chance of a depth where all before it were accepted; as deep as there were any."""
+        """Return the chance of acceptance at each depth, given that all before it were accepted."""
         tries = (self.rounds, *self.accepted_at)
         return [hits / of for of, hits in zip(tries, self.accepted_at, strict=False) if of]
 
     def to_json(self) -> str:
-        """The file's text."""
-        content = {
-            "version": VERSION,
-            "source": self.source,
-            "rounds": self.rounds,
-            "accepted_at": list(self.accepted_at),
-        }
+        content = {"version": VERSION, "source": self.source, "rounds": self.rounds, "accepted_at": self.accepted_at}
         return json.dumps(content) + "\n"
 
 
 def read_acceptance(folder: Path) -> RecordedAcceptance | None:
-    """The record of a drafter's folder; None where there is none, and an error where it cannot be one."""
+    """Read the record in a drafter's folder; None if there is none."""
     path = folder / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +54,6 @@ def read_acceptance(folder: Path) -> RecordedAcceptance | None:
 
 
 def _fault(content: object) -> str:
-    """What is wrong with the file's content, if anything."""
     if not isinstance(content, dict):
         return f"holds a {type(content).__name__} instead of an object"
     if content.get("version") != VERSION:

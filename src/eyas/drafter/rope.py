@@ -1,7 +1,7 @@
 """Rotary position embedding of the drafter.
 
-Frequencies come from transformers, which keeps every scaling variant; angles are computed for the positions at
-hand, never looked up in a table, so no context is too long for it.
+Frequencies come from transformers, which has every scaling; angles are computed for the given positions, not looked up
+in a table, so no context is too long.
 
 Shapes: K head dim; any leading dims.
 """
@@ -24,7 +24,7 @@ class Rope(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        # The frequencies are real even where the model itself is being built without storage.
+        # The model may be under construction on the meta device; the frequencies must be real.
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(
                 LlamaConfig(
@@ -35,16 +35,15 @@ class Rope(nn.Module):
                     rope_parameters=dict(config.rope_parameters),
                 )
             )
-        # A clone, because transformers' own is an nn.Buffer: assigned as it is, it would become one here as well
-        # and be cast with the rest.
+        # A clone: transformers' tensor is an nn.Buffer, which would be registered here and cast with the rest.
         self._exact = rotary.inv_freq.float().clone()
         self.register_buffer("inverse_frequencies", self._exact, persistent=False)
         self.scale = float(rotary.attention_scaling)
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
-        # Casting the model to bfloat16 must not round the frequencies: at position 4000 that turns every angle
-        # into noise. Only the device of a move is followed.
+        # A cast to bfloat16 must not round the frequencies: at position 4000 every angle would be noise. Only a change
+        # of device is followed.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inverse_frequencies = self._exact.to(self.inverse_frequencies.device)
         return self
@@ -63,15 +62,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., heads, K] whose pairs lie side by side, 2 i and 2 i + 1, and put the halves of pairs apart.
+    """Rotate [..., heads, K] with pairs (2 i, 2 i + 1); the result has the order of `rotate`.
 
-    Scores do not know in which order numbers lie, as long as queries and keys agree.
+    Scores do not depend on the order of dimensions, as long as queries and keys agree.
     """
     return rotate(x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2), cos, sin)
 
 
 def yarn_scale(config: DrafterConfig) -> float:
-    """What DeepSeek multiplies scores by, beside its longer cosines and sines."""
+    """Factor of DeepSeek's attention scores with yarn, beside the scale of cosines and sines."""
     rope = config.rope_parameters
     if rope["rope_type"] != "yarn" or rope["factor"] <= 1:
         return 1.0

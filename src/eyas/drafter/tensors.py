@@ -1,6 +1,6 @@
-"""Which tensors a drafter consists of, as one table: the reader, the writer and the checker all go by it.
+"""The tensors of a drafter, by name and shape: for the reader, the writer and the checker.
 
-Names here are canonical (`layers.0.`, no prefix); layouts.py says how each format spells them.
+Names are canonical (`layers.0.`, no prefix); layouts.py has the names of each format.
 """
 
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ WEIGHT_DTYPES = frozenset({"F32", "BF16", "F16"})
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """What a tensor must look like. Dtypes are spelt as in the safetensors header."""
+    """Shape and dtypes of a tensor; dtypes are named as in the safetensors header."""
 
     shape: tuple[int, ...]
     dtypes: frozenset[str] = WEIGHT_DTYPES
     required: bool = True
 
 
-# Size symbols: H drafter hidden, B = 2H embedding and state, T target hidden, F = A * T fused input, Q query width, G
-# key width, K head dim, L query latent, R latent of keys and values, C that and a turned key, E what heads make of a
-# latent, O values of all heads, M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in
-# the first layer of EAGLE-3, else H).
+# Size symbols: H drafter hidden, B = 2H embedding and state, T target hidden, F = A * T concatenated states, Q query
+# width, G key width, K head dim, L query latent, R latent of keys and values, C latent and rotated key, E keys and
+# values expanded from the latent, O values of all heads, M feed-forward width, V target vocabulary, W draft vocabulary,
+# X attention input (2H in the first layer of EAGLE-3, else H).
 _FIRST_LAYER_ONLY = {"hidden_norm.weight": "H"}
 _ATTENTION = {
     "self_attn.q_proj.weight": "QX",
@@ -62,7 +62,7 @@ _MLP_BIAS = {"mlp.gate_proj.bias": "M", "mlp.up_proj.bias": "M", "mlp.down_proj.
 
 
 def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
-    """Every tensor a drafter of this config may have, and which of them it must have."""
+    """Return every tensor that a drafter of this config may have."""
     sizes = {
         "H": config.hidden_size,
         "B": 2 * config.hidden_size,
@@ -112,7 +112,7 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
             f"layers.{index}.{name}": spec(symbols, attention_input=attention_input) for name, symbols in rows.items()
         }
     same_width = config.hidden_size == config.target_hidden_size
-    # Absent, these two are the target's own: possible only where the shapes agree.
+    # Without these two, the target's are used, if the shapes agree.
     table["embed_tokens.weight"] = spec("VH", required=not same_width)
     if not config.eagle1:
         table["lm_head.weight"] = spec("WH", required=config.pruned or not same_width)

@@ -1,7 +1,7 @@
-"""The draft vocabulary: which target tokens the drafter can propose.
+"""The draft vocabulary: the target tokens that the drafter can propose.
 
-On disk `d2t` is an OFFSET: draft id i stands for target id i + d2t[i]. Read as absolute ids it drafts garbage
-without an error anywhere, so this file is the only place that knows.
+On disk `d2t` is an OFFSET: draft id i is target id i + d2t[i]. Absolute ids would draft garbage without an error, so
+only this file reads and writes `d2t`.
 """
 
 import torch
@@ -19,33 +19,31 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t_W: Tensor, vocab_size: int) -> "DraftVocab":
-        """Read `d2t` as a checkpoint stores it, refusing what cannot be an offset table."""
+        """Read `d2t` as a checkpoint stores it; refuses what cannot be a table of offsets."""
         check_offsets(d2t_W, vocab_size)
         return cls(d2t_W + torch.arange(len(d2t_W), device=d2t_W.device), vocab_size)
 
     @classmethod
     def identity(cls, vocab_size: int, device: torch.device) -> "DraftVocab":
-        """The drafter proposes from the target's whole vocabulary."""
         return cls(torch.arange(vocab_size, device=device), vocab_size)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids."""
         return self.target_ids_W[draft_ids]
 
     def scatter(self, values_W: Tensor, fill: float) -> Tensor:
-        """Spread [..., W] over the target vocabulary [..., V]; tokens that cannot be drafted get `fill`."""
+        """Scatter [..., W] into the target vocabulary [..., V]; other tokens get `fill`."""
         values_V = values_W.new_full((*values_W.shape[:-1], self.vocab_size), fill)
         values_V[..., self.target_ids_W] = values_W
         return values_V
 
 
 def offsets_from_target_ids(target_ids_W: Tensor) -> Tensor:
-    """The `d2t` that a checkpoint stores for these target ids (ascending, as every reader assumes)."""
+    """Return `d2t` for these target ids, which must ascend."""
     return target_ids_W - torch.arange(len(target_ids_W), device=target_ids_W.device)
 
 
 def membership_from_target_ids(target_ids_W: Tensor, vocab_size: int) -> Tensor:
-    """The `t2d` that a checkpoint stores: for each target id, whether it can be drafted."""
+    """Return `t2d`: whether each target id can be drafted."""
     t2d_V = torch.zeros(vocab_size, dtype=torch.bool, device=target_ids_W.device)
     t2d_V[target_ids_W] = True
     return t2d_V
@@ -57,8 +55,8 @@ def check_offsets(d2t_W: Tensor, vocab_size: int) -> None:
     lowest, highest = int(target_ids_W.min()), int(target_ids_W.max())
     in_range = lowest >= 0 and highest < vocab_size
     if _ascending_ids(d2t_W, vocab_size) and (not in_range or len(d2t_W) ** 2 > 20 * vocab_size):
-        # Offsets repeat wherever two neighbouring tokens are both kept. A random choice of W among V tokens has
-        # about W^2 / V such neighbours, so beyond a few of them a strictly ascending table is one of ids.
+        # Two neighbouring tokens in the vocabulary have equal offsets. A random choice of W among V tokens has about
+        # W^2 / V neighbours, so with more than a few expected, a strictly ascending table must hold ids.
         raise UserError(
             f"d2t holds absolute target ids ({int(d2t_W[0])} .. {int(d2t_W[-1])}, all ascending); it must hold "
             "offsets, target id minus draft id: subtract arange(draft_vocab_size) from it"

@@ -1,12 +1,11 @@
-"""The weights of one drafter copied over those of another, with everything that was made of them.
+"""Copies the weights of one drafter over those of another, with all tensors that were derived from them.
 
-What runs a drafter holds more than the drafter's own tensors: panels of packed and quantised linears, products that lie
-side by side, norms of all heads, the ids of the draft vocabulary. They are not listed here, where one would be
-forgotten. Two drafters made ready in the same way are walked side by side: where both have the same classes and the
-same numbers in the same places, they differ in their tensors alone, and these are copied. Anything that is met
-and not known here ends the walk, and nothing is copied then.
+A runner holds more than the drafter's parameters: packed and quantised panels, joined projections, target ids of the
+draft vocabulary. They are not listed here, where one would be forgotten. Two runners that were prepared alike are
+walked in parallel: if they have equal classes and values everywhere, they differ in tensors only, which are copied. An
+object of an unknown class ends the walk, and nothing is copied.
 
-Invariant: all that can fail does so before the first number is written.
+Invariant: everything that can fail does so before the first write.
 """
 
 import ctypes
@@ -25,19 +24,19 @@ from eyas.kernels.llama.cpu import Layers
 from eyas.kernels.llama.rotary_table import RotaryTable
 
 _VALUES = (type(None), bool, int, float, str, frozenset, set, torch.dtype, torch.device, torch.Size, Enum)
-_MADE_OF_THE_REST = (DrafterConfig, RotaryTable, Layers, ctypes.Structure, ctypes.Array)
-"""What holds no weights but those that are met elsewhere. The configuration is compared as a whole."""
-_NO_MATTER = frozenset({"recorded_acceptance", "training"})
-"""Attributes that change nothing about what is computed."""
+_WITHOUT_WEIGHTS = (DrafterConfig, RotaryTable, Layers, ctypes.Structure, ctypes.Array)
+"""Classes without weights of their own. The configuration is compared as a whole."""
+_IGNORED = frozenset({"recorded_acceptance", "training"})
+"""Attributes that do not change the computation."""
 
 
 class UnlikeError(Exception):
-    """Two drafters differ in more than their weights; says in what."""
+    """Two drafters differ in more than their weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightPair:
-    """A tensor, and the one that it is to become."""
+    """A tensor and its replacement."""
 
     name: str
     old: Tensor
@@ -45,10 +44,7 @@ class WeightPair:
 
 
 def require_alike(old: Drafter, new: Drafter, target: HasLayers) -> None:
-    """Refuse drafters of which one cannot take the other's weights: they compute otherwise, or another number of them.
-
-    In what type the weights lie on disk says nothing about how they are computed with.
-    """
+    """Refuse drafters that differ in configuration; the dtype on disk does not matter."""
     for name, value in vars(_plainly(old.config)).items():
         if value != (other := getattr(_plainly(new.config), name)):
             raise UnlikeError(f"its {name} is {other}, not {value}")
@@ -64,7 +60,7 @@ def _plainly(config: DrafterConfig) -> DrafterConfig:
 
 
 def shared_places(drafter: Drafter) -> frozenset[int]:
-    """Where tensors lie that are the target's, or made of nothing else: they are never written."""
+    """Return addresses of the target's tensors, which must not be written."""
     parts = [
         drafter.embed_tokens if drafter.shares_embedding else None,
         drafter.lm_head if drafter.shares_head else None,
@@ -73,7 +69,7 @@ def shared_places(drafter: Drafter) -> frozenset[int]:
 
 
 def paired(old: object, new: object, name: str = "") -> list[WeightPair]:
-    """All tensors of two things that differ in nothing else, each with its counterpart."""
+    """Return all tensors of two objects in pairs; raises if the objects differ otherwise."""
     return list(_walk(old, new, name, set()))
 
 
@@ -96,7 +92,7 @@ def _walk(old: object, new: object, name: str, met: set[int]) -> Iterator[Weight
     elif isinstance(old, ctypes.CDLL):
         if old._name != getattr(new, "_name", None):
             raise UnlikeError(f"{name} was compiled otherwise")
-    elif not isinstance(old, _MADE_OF_THE_REST) and id(old) not in met:
+    elif not isinstance(old, _WITHOUT_WEIGHTS) and id(old) not in met:
         met.add(id(old))
         ours, theirs = _parts(old, name), _parts(new, name)
         if ours.keys() != theirs.keys():
@@ -112,9 +108,9 @@ def _parts(thing: Any, name: str) -> Mapping[Any, object]:
         return dict(enumerate(thing))
     if isinstance(thing, nn.Module):
         held = {**vars(thing)}
-        # Under the names that checkpoints have.
+        # Under their names in checkpoints.
         inside = [held.pop(kind) for kind in ("_parameters", "_buffers", "_modules")]
-        return {part: value for one in (held, *inside) for part, value in one.items() if part not in _NO_MATTER}
+        return {part: value for one in (held, *inside) for part, value in one.items() if part not in _IGNORED}
     if type(thing).__module__.startswith("eyas.") and hasattr(thing, "__dict__"):
         return dict(vars(thing))
     raise UnlikeError(f"{name} is {type(thing).__name__}, of which it is not known what it holds")
@@ -122,9 +118,9 @@ def _parts(thing: Any, name: str) -> Mapping[Any, object]:
 
 @torch.inference_mode()
 def copy_weights(pairs: Collection[WeightPair], spared: Collection[int]) -> int:
-    """Write the new numbers where the old ones are, but for places that are spared; how many bytes that were.
+    """Overwrite the old tensors, except at `spared` addresses, and return the bytes written.
 
-    Nothing may be reading them. A tensor that several hold is written once.
+    Nothing may be reading them. A shared tensor is written once.
     """
     devices = {pair.old.device for pair in pairs if pair.old.is_cuda}
     written = dict[tuple[object, ...], int]()
@@ -135,5 +131,5 @@ def copy_weights(pairs: Collection[WeightPair], spared: Collection[int]) -> int:
         pair.old.copy_(pair.new)
         written[place] = pair.old.nbytes
     for device in devices:
-        torch.cuda.synchronize(device)  # steps run on streams of their own
+        torch.cuda.synchronize(device)  # the engine steps on other streams
     return sum(written.values())

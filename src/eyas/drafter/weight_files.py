@@ -1,7 +1,7 @@
-"""The files of a drafter's weights: safetensors, or the pytorch_model.bin that EAGLE's authors publish.
+"""Reads a drafter's weights: safetensors, or the pytorch_model.bin that EAGLE's authors publish.
 
-Opening a pickle can run code. torch's restricted reader (`weights_only`) builds tensors and plain containers and
-refuses everything else, so that one file is read by it and by nothing else; eyas never writes a pickle.
+Opening a pickle can run code. That file is read by torch's restricted reader (`weights_only`) only, which builds
+tensors and plain containers and refuses everything else. eyas never writes a pickle.
 """
 
 import json
@@ -17,12 +17,12 @@ from eyas.drafter.layouts import Layout
 from eyas.errors import UserError
 
 PICKLE = "pytorch_model.bin"
-"""The only pickle that is read, and only where there are no safetensors."""
+"""The only pickle that is read, and only without safetensors."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that are read."""
+    """Return the files to read."""
     files = sorted(folder.glob("*.safetensors"))
     if files:
         _check_index(folder, files)
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path, layout: Layout) -> dict[str, Tensor]:
-    """All tensors of a folder's files, under canonical names."""
+    """Read all tensors of a folder, under canonical names."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         for name, tensor in _pickled(file) if file.name == PICKLE else _safe(file):

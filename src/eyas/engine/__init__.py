@@ -1,1 +1,1 @@
-"""Decoding: many requests, one target, one drafter. docs/architecture.md follows a request through these files."""
+"""Decoding of many requests with one target and one drafter. docs/architecture.md follows a request through it."""

@@ -1,13 +1,12 @@
-"""Many callers, one engine: a thread that steps, and streams of pieces for asyncio.
+"""One engine for many asyncio callers: a thread runs the steps, and each request has a stream of deltas.
 
-Only the thread touches the engine; callers hand it requests and cancellations between steps. What a step gave crosses
-over to asyncio in one go for all streams, and one that was not looked at for some steps gets what they gave together:
-threads of Python take turns, and with a crossing for every piece the engine would wait for its turn as often.
+Only the thread touches the engine; callers queue submissions and cancellations, which run between steps. The deltas of
+a step are handed to asyncio in one call for all streams, because each hand-over makes the thread wait for the GIL. A
+slow reader gets the deltas of several steps together.
 
-A stream that is left, for whatever reason, cancels its request. If a step fails, all streams end with that error and
-later ones are refused with it: what a broken step left behind is not to be trusted. Unless the owner knows how to
-`mend` that: it is asked, on the thread, for an engine to go on with and for the requests that were lost, and only those
-end.
+Leaving a stream cancels its request. If a step fails, all streams end with that error and later requests are refused,
+because the engine's state is not trusted any more. With `mend`, the owner returns an engine to continue with and the
+requests that were lost, and only those end.
 """
 
 import asyncio
@@ -26,23 +25,23 @@ from eyas.engine.request import Request
 
 Event = OutputDelta | BaseException
 Mend = Callable[[Engine, BaseException], tuple[Engine, Collection[int] | None]]
-"""From an engine whose step failed to one that is sound, and the keys it lost; None for all of them."""
+"""Called on the engine's thread after a failed step. Returns a sound engine and the lost keys; None means all."""
 Seen = TypeVar("Seen")
 
 
 class EngineError(RuntimeError):
-    """A request ended because the engine did, not by its own fault."""
+    """The request ended because of an engine failure."""
 
 
 class _Mailbox(asyncio.Queue[Event]):
-    """What came for one stream and was not taken yet. Only its loop touches it."""
+    """Queue of deltas for one stream. Only its event loop touches it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.get_running_loop()
 
     async def take(self) -> list[Event]:
-        """All that came since the last time, as soon as there is something."""
+        """Wait for events and return all that have arrived."""
         events = [await self.get()]
         while not self.empty():
             events.append(self.get_nowait())
@@ -55,7 +54,7 @@ def _deliver(mail: Sequence[tuple[_Mailbox, Event]]) -> None:
 
 
 class AsyncEngine:
-    """An engine on a thread of its own. Use it as a context manager, or call `close`."""
+    """Runs an engine on its own thread. Use it as a context manager, or call `close`."""
 
     def __init__(self, engine: Engine, *, mend: Mend | None = None) -> None:
         self.engine = engine
@@ -63,7 +62,7 @@ class AsyncEngine:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[int, _Mailbox] = {}
         self.failure: BaseException | None = None
-        """Why nothing is served any more, if so."""
+        """The error that stopped the engine, if any."""
         self._owes = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
@@ -72,7 +71,7 @@ class AsyncEngine:
     async def stream(
         self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """The pieces of one request until its end. `taken_on` is called on the engine's thread, with the key."""
+        """Yield a request's deltas. `taken_on` is called on the engine's thread with the key, once submitted."""
         async with aclosing(self.batches(request, taken_on=taken_on)) as batches:
             async for deltas in batches:
                 for delta in deltas:
@@ -81,9 +80,9 @@ class AsyncEngine:
     async def batches(
         self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
     ) -> AsyncGenerator[list[OutputDelta], None]:
-        """The same, pieces together that came since the last ones were taken."""
+        """Yield a request's deltas in batches of those that have arrived."""
         mailbox = _Mailbox()
-        keys: list[int] = []  # the thread writes and reads it; a caller may leave before knowing its key
+        keys: list[int] = []  # used by the thread only: a caller may leave before its key is known
 
         def submit() -> None:
             try:
@@ -96,7 +95,7 @@ class AsyncEngine:
                 self._send([(mailbox, error)])
 
         def leave() -> None:
-            # In an engine that replaced the one it was taken on by, the same key is somebody else's.
+            # After `mend` replaced the engine, the key may belong to another request.
             if keys and self._mailboxes.get(keys[0]) is mailbox:
                 del self._mailboxes[keys[0]]
                 self.engine.cancel(keys[0])
@@ -120,7 +119,7 @@ class AsyncEngine:
             self._orders.put(leave)
 
     async def between_steps(self, look: Callable[[Engine], Seen]) -> Seen:
-        """What `look` makes of the engine, asked on its thread while it stands still."""
+        """Call `look` with the engine, on its thread between steps."""
         seen: concurrent.futures.Future[Seen] = concurrent.futures.Future()
 
         def order() -> None:
@@ -141,7 +140,7 @@ class AsyncEngine:
             raise EngineError("the engine has failed and serves no more") from self.failure
 
     def close(self) -> None:
-        """Stop after the step under way; open streams end with an error."""
+        """Stop after the current step; open streams end with an error."""
         self._closed = True
         self._orders.put(None)
         self._thread.join()
@@ -157,7 +156,7 @@ class AsyncEngine:
     def _run(self) -> None:
         while True:
             try:
-                # Without work the thread sleeps until an order comes; with work it takes what is there.
+                # Sleep until an order comes if there is no work; otherwise take one only if it is there.
                 at_work = self.failure is None and (self.engine.busy or self._owes)
                 order = self._orders.get(block=not at_work)
             except queue.Empty:
@@ -168,7 +167,7 @@ class AsyncEngine:
                 return
             try:
                 order()
-            except BaseException as error:  # a cancellation that fails leaves as much in doubt as a step
+            except BaseException as error:  # after a failed cancellation the state is as doubtful as after a step
                 self._recover(error)
 
     def _step(self) -> None:
@@ -191,7 +190,7 @@ class AsyncEngine:
         for mailbox, event in mail:
             by_loop[mailbox.loop].append((mailbox, event))
         for loop, events in by_loop.items():
-            # A loop that has ended has no one who waits; that must not end the thread, which serves others.
+            # The event loop may be closed, which must not end this thread.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_deliver, events)
 
@@ -203,20 +202,20 @@ class AsyncEngine:
         except BaseException as failure:
             self._give_up(failure)
         else:
-            # What an earlier step gave may not have been told yet: one more step tells it, even with nothing to do.
+            # Deltas of earlier steps may not have been returned yet: one more step returns them.
             self._owes, self.engine = mended is self.engine, mended
             self._end(error, lost)
 
     def _give_up(self, failure: BaseException) -> None:
-        """End all streams and serve no more."""
+        """End all streams and refuse later requests."""
         self.failure = failure
         for key in self._mailboxes:
-            with suppress(Exception):  # an engine that failed may fail at this too
+            with suppress(Exception):  # a failed engine may fail here too
                 self.engine.cancel(key)
         self._end(failure, None)
 
     def _end(self, error: BaseException, lost: Collection[int] | None) -> None:
-        """Tell the streams of lost requests, or all, why there is no more."""
+        """End the streams of lost requests, or all, with an error."""
         mail = list[tuple[_Mailbox, Event]]()
         for key in list(self._mailboxes) if lost is None else lost:
             mailbox = self._mailboxes.pop(key, None)

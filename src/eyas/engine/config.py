@@ -1,4 +1,4 @@
-"""What an engine is told, and what it makes of it before it starts: the longest context and the number of blocks."""
+"""Engine configuration, and what is derived from it at start: the longest context and the number of blocks."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,7 @@ from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.kv_dtype import FP8
-from eyas.kernels.linear.quantised_linear import QuantisedLinear
-from eyas.kernels.linear.w4a16_linear import W4A16Linear
-from eyas.kernels.linear.w8a8_linear import W8A8Linear
-from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
+from eyas.kernels.linear.served_linear import packed_tensors
 from eyas.plan.footprint import CUDA_RUNTIME, Room, default_batched_tokens, recorded_bytes, working_bytes
 from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
@@ -25,52 +22,52 @@ from eyas.plan.shapes import OFFERED
 from eyas.target.model import Target
 
 FP8_CAPABILITY = 8, 9
-"""Of the first GPUs that convert 8-bit floats (Ada, Hopper)."""
+"""Compute capability from which GPUs convert 8-bit floats (Ada, Hopper)."""
 LONGEST = 8192
-"""Tokens of prompt and answer, unless told, for targets that could hold more."""
+"""Default limit of prompt and answer tokens, for targets with a longer context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How much an engine takes on at once, and how it drafts."""
+    """Capacity and drafting options of an engine."""
 
     max_num_seqs: int = 64
-    """Requests at the same time."""
+    """Most requests running at the same time."""
     max_model_len: int | None = None
-    """Tokens of prompt and answer; unless told, the target's context, but no more than 8192."""
+    """Most tokens of prompt and answer; by default the target's context, at most 8192."""
     max_num_batched_tokens: int | None = None
-    """Tokens of one target pass: what decoding leaves of it, chunks of prompts may fill. Unless told, 512 on a CPU; on
-    a GPU 2048, or 8 for each of `max_num_seqs` if that is more."""
+    """Most tokens of one target pass; prompt chunks fill what decoding leaves. By default 512 on a CPU; on a GPU 2048,
+    or 8 per request of `max_num_seqs` if that is more."""
     block_size: int = 16
     memory: int | None = None
-    """Bytes for blocks; half of what is free unless told."""
+    """Bytes for KV cache blocks; by default half of the free memory."""
     gpu_memory_utilization: float | None = None
-    """Instead, as vLLM has it: the share of the GPU's memory for everything of this engine, weights and passes too."""
+    """As in vLLM: the share of the GPU's memory that this engine may use, for weights and passes too."""
     kv_cache_dtype: str = "auto"
-    """What target and drafter keep keys and values in: as they compute them, or fp8, 8-bit floats (e4m3), in which
-    twice as many tokens fit in the same memory and every token reads half as many bytes."""
+    """Element type of both KV caches: as computed, or fp8 (e4m3), which doubles their capacity and halves the bytes
+    read per token."""
     prefix_cache: bool = True
     max_depth: int = 7
     tree: Tree | None = None
-    """Draft trees of this shape wherever there is drafting, instead of chains."""
+    """Verify draft trees of this shape instead of chains."""
     drafter_window: int | None = None
-    """Let the drafter see the last tokens only, and `drafter_sinks` first ones: a remedy for long contexts."""
+    """Limit the drafter's attention to this many last tokens and `drafter_sinks` first ones, for long contexts."""
     drafter_sinks: int = 4
     graphs: bool = True
-    """On CUDA, capture passes as CUDA graphs and replay them; without, every operation is launched by itself."""
+    """On CUDA, capture passes as CUDA graphs and replay them; otherwise launch each operation."""
     async_scheduling: bool = True
-    """On CUDA, launch every step before the tokens of the one before it have arrived (`core.py`)."""
+    """On CUDA, launch each step before the tokens of the previous one have arrived (`core.py`)."""
     capture_ahead: bool = False
-    """Capture the usual CUDA graphs before the first request, as servers do, instead of when they are first met."""
+    """Capture the common CUDA graphs before the first request, as servers do, instead of on first use."""
     hidden_state_layers: tuple[int, ...] | None = None
-    """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
-    in the blocks beside keys and values."""
+    """Return the target's hidden states of these layers (`target/capture.py`) for all tokens but the last. They are
+    stored in the blocks, beside keys and values."""
     suffix: SuffixConfig | None = None
-    """Draft what followed the like of a request's text before, in the text itself or in earlier answers to the same
-    caller, where that pays; None: never."""
+    """Also draft tokens that followed similar text earlier, in the request or in answers to the same caller, where that
+    pays; None: never."""
     drift_share: float = 0.005
-    """Of the time of steps that draft, the part that looking for drift may take (`drift_probe.py`); 0: no drift
-    alarm."""
+    """Largest share of the time of drafting steps spent on drift check-ups (`drift_probe.py`); 0 turns the drift alarm
+    off."""
 
     def __post_init__(self) -> None:
         read_kv_cache_dtype(self.kv_cache_dtype)
@@ -82,7 +79,7 @@ class EngineConfig:
                     f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
                 )
             if self.memory is not None:
-                raise UserError("memory and gpu_memory_utilization both say how much blocks may take; give one of them")
+                raise UserError("memory and gpu_memory_utilization both limit the memory of blocks; give one of them")
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("drafter_sinks", 0)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
@@ -92,18 +89,18 @@ class EngineConfig:
             raise UserError(f"suffix is {self.suffix!r}; give SuffixConfig(...), or None for no suffix drafts")
 
     def batched_tokens(self, device: torch.device) -> int:
-        """Tokens of one target pass, as told or by default."""
+        """Token budget of one target pass, as configured or by default."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return default_batched_tokens(on_gpu=device.type == "cuda", max_num_seqs=self.max_num_seqs)
 
     @property
     def kv_cache_type(self) -> torch.dtype | None:
-        """Of keys and values in the blocks; None: as they are computed."""
+        """Element type of keys and values in the blocks; None: as computed."""
         return FP8 if read_kv_cache_dtype(self.kv_cache_dtype) == "fp8" else None
 
     def room(self, device: torch.device, max_model_len: int) -> Room:
-        """The same as `eyas plan` is told it."""
+        """Sizes of an engine as `eyas plan` describes them."""
         return Room(
             max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
@@ -116,7 +113,7 @@ class EngineConfig:
 
 
 def choose_length(asked: int | None, target: Target) -> int:
-    """The longest context that is served: what was asked for, if the target was made for it."""
+    """The longest context to serve: the requested one if the target allows it."""
     most = target.facts.max_position_embeddings
     if asked is None:
         return min(LONGEST, most or LONGEST)
@@ -128,7 +125,7 @@ def choose_length(asked: int | None, target: Target) -> int:
 
 
 def plan_budget(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> BlockBudget:
-    """How many blocks there will be; `eyas plan` divides memory by the same functions, from configurations alone."""
+    """Compute the number of blocks, by the functions that `eyas plan` uses too."""
     footprint, memory = footprint_of(target, drafter, options, max_model_len), options.memory
     if options.gpu_memory_utilization is not None:
         memory = _memory_of_share(options.gpu_memory_utilization, target.device, footprint)
@@ -143,7 +140,7 @@ def plan_budget(target: Target, drafter: Drafter | None, options: EngineConfig, 
 
 
 def require_gpu(device: torch.device) -> None:
-    """Refuse a share of a GPU's memory where there is no GPU."""
+    """Refuse a share of GPU memory where there is no GPU."""
     if device.type != "cuda":
         raise UserError(
             f"gpu_memory_utilization is a share of a GPU's memory and this runs on {device.type}; leave it out, or say "
@@ -152,7 +149,7 @@ def require_gpu(device: torch.device) -> None:
 
 
 def require_kv_cache_dtype(options: EngineConfig, device: torch.device) -> None:
-    """Refuse 8-bit keys and values where the kernels that read them cannot run."""
+    """Refuse 8-bit keys and values on GPUs whose kernels cannot read them."""
     if options.kv_cache_type is None or device.type != "cuda" or not has_triton():
         return
     capability = torch.cuda.get_device_capability(device)
@@ -165,7 +162,7 @@ def require_kv_cache_dtype(options: EngineConfig, device: torch.device) -> None:
 
 
 def _memory_of_share(share: float, device: torch.device, footprint: Footprint) -> int:
-    """Bytes for blocks: the share of the whole card, less what this process has taken and what running takes."""
+    """Bytes for blocks: the share of the card, minus what this process holds and what running needs."""
     require_gpu(device)
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_reserved(device) + CUDA_RUNTIME + footprint.beside_weights
@@ -179,7 +176,7 @@ def _memory_of_share(share: float, device: torch.device, footprint: Footprint) -
 
 
 def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> Footprint:
-    """What a loaded pair takes: its weights and one token's keys and values as they are, the rest by formula."""
+    """Memory footprint of a loaded pair: measured weights and KV cache entries, the rest by formula."""
     trial = KVCache(blocks=1, block_size=options.block_size, dtype=options.kv_cache_type)
     calls = TargetRunner(target, trial).calls
     config, element = target.model.config.get_text_config(), target.dtype.itemsize
@@ -194,7 +191,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
     on_gpu = target.device.type == "cuda"
     working = working_bytes(
         hidden=config.hidden_size,
-        intermediate=intermediate if isinstance(intermediate, int) else max(intermediate),  # some say it by layer
+        intermediate=intermediate if isinstance(intermediate, int) else max(intermediate),  # some give one per layer
         heads_width=max(call.heads * call.head_dim for call in calls),
         vocab_size=target.facts.vocab_size,
         states=states,
@@ -216,7 +213,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
 
 
 def require_fit(drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that was made for another target, or does not lie where this one does."""
+    """Refuse a drafter of another target, device or dtype."""
     config, facts = drafter.config, target.facts
     for name, has, needs in (
         ("vocab_size", config.vocab_size, facts.vocab_size),
@@ -237,12 +234,10 @@ def require_fit(drafter: Drafter, target: Target) -> None:
 
 
 def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
-    """Memory of a model's weights and tables, each once, and without what another one lends it."""
+    """Bytes of a model's weights and buffers, each counted once, without those shared with `beside`."""
     lent = set() if beside is None else {x.data_ptr() for x in _tensors(beside)}
     return sum({x.data_ptr(): x.nbytes for x in _tensors(model) if x.data_ptr() not in lent}.values())
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    kinds = (QuantisedLinear, W8A8Linear, W4A16Linear, Mxfp4Experts)  # whose weights are no parameters
-    packed = [x for part in model.modules() if isinstance(part, kinds) for x in part.packed()]
-    return [*model.parameters(), *model.buffers(), *packed]
+    return [*model.parameters(), *model.buffers(), *packed_tensors(model)]

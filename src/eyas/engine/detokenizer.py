@@ -1,8 +1,8 @@
-"""From tokens to text, piece by piece: what may be shown already, and where a stop string ends the answer.
+"""Incremental detokenization: which text can be shown already, and where a stop string ends the answer.
 
-Text is held back while it can still change: the bytes of an unfinished character, and whatever could be the
-beginning of a stop string. A stop string itself is shown only if it was asked for.
-Invariant: the pieces joined are the text of all tokens pushed, cut before the earliest stop string, or behind it.
+Text is held back while it may still change: bytes of an unfinished character, and a possible beginning of a stop
+string. A stop string itself is shown only on request.
+Invariant: the texts joined equal the text of all tokens, cut before the earliest stop string, or behind it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """The text of one answer as its tokens come."""
+    """Detokenizes one answer token by token."""
 
     def __init__(
         self,
@@ -22,23 +22,23 @@ class TextStream:
         include_stop: bool = False,
         behind: Callable[[int, int], str] | None = None,
     ) -> None:
-        """`behind` may stand for `text_behind` with this `decode`, and remember what it said."""
+        """`behind` may be a cached version of `text_behind` for this `decode`."""
         self._decode = decode
         self._behind = behind or partial(text_behind, decode)
         self._stops, self._include_stop = tuple(stop_strings), include_stop
         self.stop_string: str | None = None
-        """The one that ended the answer."""
+        """The stop string that ended the answer."""
         self._tokens: list[int] = []
-        # Tokens from _anchor to _shown are decoded again with each new one, because the text of a token may depend
-        # on the one before it (a leading space, a character in several tokens); only what follows them is new.
+        # Tokens from _anchor to _shown are decoded again with each new token, because a token's text may depend on the
+        # one before it (a leading space, a character in several tokens).
         self._anchor, self._shown = 0, 0
         self._last: int | None = None
-        """The one token that these are, if so, and nothing behind it is held back: the usual case, with a short way."""
+        """The only token of that range, if it is one and nothing is held back: the common case, with a fast path."""
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take one more token and return the text that can no longer change; nothing after a stop string."""
+        """Add a token and return the text that can no longer change; cut at a stop string."""
         assert not self.stopped, "the answer has ended"
         self._tokens.append(token)
         if self._last is not None:
@@ -58,7 +58,7 @@ class TextStream:
         return self._release(text[len(before) :])
 
     def finish(self) -> str:
-        """What was held back, once it is certain that nothing follows."""
+        """Return the text held back, when no token follows."""
         if self.stopped:
             return ""
         before = self._decode(tuple(self._tokens[self._anchor : self._shown]))
@@ -82,13 +82,13 @@ class TextStream:
 
 
 def text_behind(decode: Callable[[tuple[int, ...]], str], last: int, token: int) -> str:
-    """The text of a token behind another; nothing, if it can still change."""
+    """Text of a token behind another; empty if it may still change."""
     before, text = decode((last,)), decode((last, token))
     return "" if text.endswith(UNFINISHED) else text[len(before) :]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How long an end of `text` is a beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,14 +1,13 @@
-"""A check-up: one round of one request, drafted beside serving to the deepest depth, and watched.
+"""Drift check-ups: drafts one round of one request a second time, to the deepest depth, with measurements.
 
-Serving cannot be watched at a low price: its depths are one recording, its attention a kernel that keeps no weights,
-and it stops as early as pays, so that of the depths behind that nothing would be known. So now and then a round is
-drafted a second time, by the doctor's own measures: the same computation from the same states and the same keys, in
-plain operations. It reads the drafter's blocks and what waits to be read, and writes nothing: serving cannot tell
-whether it happened.
+Serving cannot be measured cheaply: it replays CUDA graphs, its attention kernels keep no weights, and it stops at the
+depth that pays. So now and then a round is drafted again by the doctor's code, in plain operations, from the same
+states, keys and values. The check-up reads the drafter's blocks and the waiting states and writes nothing, so serving
+is not affected.
 
-`DriftProbe` says when: no more often than one round in EVERY, and within a share of the time spent on such steps.
+`DriftProbe` decides when: at most one round in EVERY, within a share of the time of drafting steps.
 
-Shapes: T slots in blocks, N states that wait, D drafter hidden, X concatenated states, G key heads, K head dim.
+Shapes: T slots in blocks, N waiting states, D drafter hidden, X concatenated states, G key heads, K head dim.
 """
 
 from collections import Counter
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.attention_mass import REGIONS, AttentionProbe, rms
-from eyas.drafter.round_attention import RoundAttention
-from eyas.drafter.rounds import draft_rounds
+from eyas.drafter.rounds import RoundAttention, draft_rounds
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.speculation.drift import DriftAlarm
@@ -31,32 +29,32 @@ from eyas.kernels.attention.metadata import AttentionRow
 from eyas.sampling import Sampling
 
 EVERY = 32
-"""Rounds between two check-ups at least: neighbours are alike and tell little."""
+"""Least number of rounds between check-ups; rounds close together tell little new."""
 LONGEST_STEP = 1.0
-"""Seconds between two steps that count as serving at most."""
+"""Longest interval between steps, in seconds, that counts as serving time."""
 
 Draw = Callable[[SequenceState, Tensor, int], Tensor]
-"""A request's draft [1] by these logits [1, W], at this absolute position."""
+"""Draws a request's draft [1] from logits [1, W] at an absolute position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftSample:
-    """What was seen of one round, depth by depth."""
+    """Measurements of one round, by depth."""
 
     rms: tuple[float, ...]
-    """Size of the state that each depth hands to the next."""
+    """RMS of the state that each depth passes to the next."""
     mass: Mapping[str, tuple[float, ...]]
-    """Attention by region of `attention_mass.py`."""
+    """Attention mass by region (`attention_mass.py`)."""
     tokens: tuple[int, ...]
-    """The drafts; whether they would be accepted shows as the request goes on."""
+    """The drafts; whether they are accepted shows later."""
 
 
 @torch.inference_mode()
 def examine(drafter: DrafterRunner, seq: SequenceState, states_TX: Tensor, depth: int, draw: Draw) -> DriftSample:
-    """Draft `depth` tokens behind a request's newest one, given the states that wait for the drafter."""
-    assert len(states_TX), "the drafter has read all there is; what it starts a round from is gone"
+    """Draft `depth` tokens for a request from the states that wait for the drafter, and measure."""
+    assert len(states_TX), "no states wait: the drafter has read all of them"
     model, start = drafter.model, seq.target_length - 1
-    like_D = model.norm_weight  # never quantised, as `fc` may be
+    like_D = model.norm_weight  # never quantised, unlike `fc`
     device = like_D.device
     start_R = torch.tensor([start], device=device)
     recorder = AttentionProbe(start_R, prompt_length=seq.prompt_length, depth=depth)
@@ -83,11 +81,10 @@ def examine(drafter: DrafterRunner, seq: SequenceState, states_TX: Tensor, depth
 
 
 class DriftProbe:
-    """Looks at a round now and then and tells the alarm; later also how many of its drafts came true.
+    """Runs check-ups within a time budget and reports them to the drift alarm, later with the accepted drafts.
 
-    Requests take turns, the one that was looked at longest ago first. Time is an account: nothing is looked at that
-    would bring check-ups above `share` of the time of steps that draft. So they cost no more than that on any machine,
-    and next to nothing where drafts do not pay. A share of 0 looks at nothing, and there is no alarm.
+    Requests take turns, starting with the one checked longest ago. A check-up runs only if all check-ups together stay
+    below `share` of the time of drafting steps. A share of 0 turns check-ups and alarm off.
     """
 
     def __init__(
@@ -105,18 +102,18 @@ class DriftProbe:
         self._total = 0.0
         self._cost: float | None = None
         self._last: float | None = None
-        """When the step before this one began, if it drafted."""
+        """Time of the previous step, if it drafted."""
         self._looked_at: dict[int, int] = {}
         self._open: dict[int, tuple[SequenceState, int, tuple[int, ...]]] = {}
-        """Requests with drafts of which it is not yet known how many came true, and where the first would stand."""
+        """Check-ups whose accepted drafts are not known yet: request, position of the first draft, drafts."""
 
     def warm_up(self) -> None:
-        """Examine a request that nobody made: a first check-up takes many times what the others take."""
+        """Examine a dummy request, because the first check-up is much slower than later ones."""
         if not self._share:
             return
         drafter, size = self._drafter, self._drafter.cache.block_size
         asked = Request(prompt=(0,) * (size + 2), sampling=Sampling(), max_new_tokens=1)
-        read = size if drafter.cache.layers else 0  # as if it had read the first block, if there are blocks yet
+        read = size if drafter.cache.layers else 0  # pretend that the first block was read, if there are blocks
         seq = SequenceState(key=-1, arrival=-1, request=asked, drafter_length=read, target_length=read + 1, blocks=[0])
         config, weight = drafter.model.config, drafter.model.norm_weight
         states_TX = weight.new_zeros(1, config.num_aux_hidden_states * config.target_hidden_size)
@@ -130,24 +127,24 @@ class DriftProbe:
             self._cost = self._clock() - started
 
     def due(self, drafting: int) -> bool:
-        """Whether it is time to look, in a step that drafts for so many requests. To be asked once a step."""
+        """Whether a check-up is due, in a step that drafts for `drafting` requests. Called once per step."""
         if not self._share:
             return False
         now = self._clock()
         if self._last is not None:
-            # Time in which nobody is served is no time to take a share of.
+            # Idle time does not count.
             self._total += min(now - self._last, LONGEST_STEP)
             self._steps += 1
         self._last = now if drafting else None
         self._rounds += drafting
         if not drafting or self._rounds < EVERY or not self._steps:
             return False
-        # What the first one takes is not known; drafting for one request takes less than a step.
+        # Before the first check-up its cost is unknown; drafting for one request takes less than a step.
         cost = self._total / self._steps if self._cost is None else self._cost
         return self._alarm.seconds + cost <= self._share * self._total
 
     def look(self, seq: SequenceState, states_TX: Tensor) -> None:
-        """Examine a request that is about to be drafted for, given the states that wait for the drafter."""
+        """Examine a request that will be drafted for, from the states that wait for the drafter."""
         started = self._clock()
         seen = examine(self._drafter, seq, states_TX, self._alarm.max_depth, self._draw)
         self._cost = self._clock() - started
@@ -158,14 +155,13 @@ class DriftProbe:
         self._alarm.observe_checkup(seen.rms, seen.mass, self._cost)
 
     def last_look(self, seq: SequenceState) -> int:
-        """When a request was looked at; lower is longer ago."""
+        """When a request was last examined; lower is longer ago."""
         return self._looked_at.get(seq.key, -1)
 
     def follow(self, chains: Sequence[tuple[int, int]]) -> None:
-        """Take how many drafts each chain had and how many were accepted, and the fate of the drafts of check-ups.
+        """Take the drafted and accepted counts of chains, and score open check-ups against committed tokens.
 
-        The requests' tokens are committed. Of trees nothing is told: a path may end because nothing was offered behind
-        it.
+        Trees are not counted: their paths may end only because no further node was drafted.
         """
         if not self._share:
             return
@@ -175,7 +171,7 @@ class DriftProbe:
             self._settle(key)
 
     def _settle(self, key: int, *, ended: bool = False) -> None:
-        """What came of the drafts of a check-up, once that is known; or as far as it is, if no more will be."""
+        """Report the accepted drafts of a check-up once known, or the known part if the request ended."""
         if key not in self._open:
             return
         seq, first, drafts = self._open[key]
@@ -186,13 +182,12 @@ class DriftProbe:
             self._alarm.observe_round(len(came), true)
 
     def forget(self, key: int) -> None:
-        """Drop a request that has ended."""
         self._settle(key, ended=True)
         self._looked_at.pop(key, None)
 
 
 def _past(drafter: DrafterRunner, seq: SequenceState) -> list[KeysAndValues]:
-    """Keys and values [T, G, K] of the slots that the drafter has read, of every layer."""
+    """Keys and values [T, G, K] of the slots that the drafter has read, for every layer."""
     if not seq.drafter_length:
         return []
     cache = drafter.cache

@@ -1,11 +1,10 @@
 """The engine: many requests, one target, one drafter.
 
-`core.py` has what a step is. Here is what steps are made for and of: requests come and go, one drafter takes the place
-of another, and passes are run before they are needed.
+`core.py` runs the steps. This module manages what surrounds them: requests, swaps of drafters, and warm-up.
 
-The law: a request's token at position t is a function of the target's distribution there and of the request's own
-noise at t (`slot_sampling.py`). Drafts, depths, the batch around it and preemptions change when it is computed, never
-which it is, up to rounding of near-ties.
+Losslessness: a request's token at position t depends only on the target's distribution there and on the request's own
+noise at t (`slot_sampling.py`). Drafts, depths, batching and preemption change when it is computed, never which token
+it is, up to rounding of near-ties.
 """
 
 import logging
@@ -42,26 +41,26 @@ from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.errors import UserError
 from eyas.sampling import Sampling
+from eyas.target.attention import settle_rope
 from eyas.target.model import Target
-from eyas.target.rope import settle_rope
 
 logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
 REHEARSED_PROMPT = (0,) * 4
 REHEARSED_STEPS = 3
-"""Of each size: the first of them tells nothing, since it takes longer than the others."""
+"""Steps timed per size; the first is discarded because it allocates."""
 REHEARSED_ROWS, REHEARSED_DEPTHS = (1, 4, 16), (0, 1, 3, 7)
-"""Requests, and how deep they draft; steps of other sizes lie between these, or on the line through them."""
+"""Numbers of requests and draft depths to time; times of other sizes are interpolated."""
 REHEARSED_TOKENS = 64
-"""Most that the target reads in a rehearsed step: larger ones keep everybody waiting for long, and seldom pay."""
+"""Most target tokens of a rehearsed step: larger steps delay start-up and are rarely chosen."""
 REHEARSAL_SECONDS = 1.0
-"""Time after which no more requests are rehearsed than were."""
+"""Seconds after which no larger number of requests is rehearsed."""
 MOST_PROMPT_LOGITS = 2**24
-"""Logits of prompt tokens that a step computes, 64 MiB in float32, for requests that ask for their logprobs."""
+"""Prompt logits that a step computes for requests with prompt logprobs: 64 MiB in float32."""
 
 
 class Engine:
-    """Serves requests step by step. One thread at a time may use it; `async_engine.py` serves many."""
+    """Serves requests step by step. Not thread-safe; `async_engine.py` serves many callers."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         device: RoundDevice | None = None,
     ) -> None:
-        """`device` is how passes come to the target's device, if not as the config says."""
+        """`device` overrides how passes are launched on the target's device."""
         self.config = config = config or EngineConfig()
         self.target = target
         self.max_model_len = choose_length(config.max_model_len, target)
@@ -101,16 +100,16 @@ class Engine:
         self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
         self._warms_up = False
-        """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
+        """Whether graphs are captured and steps timed ahead; if so, a swapped-in drafter is warmed up too."""
         self._drafting: DrafterRunner | None = None
-        self._draft_by(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
+        self._set_drafter(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
         if config.capture_ahead:
             self.capture_graphs()
 
     # --- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Take a request on; its key comes back with every piece."""
+        """Add a request and return its key, which every delta carries."""
         self._require_drafts(request.speculation)
         vocab_size = self.target.facts.vocab_size
         request.sampling.require_vocabulary(vocab_size)
@@ -128,13 +127,13 @@ class Engine:
             )
         key, self._keys = self._keys, self._keys + 1
         seq = SequenceState(key=key, arrival=key, request=request)
-        self.scheduler.add(seq)  # which may refuse it, before anybody else knows of it
+        self.scheduler.add(seq)  # may refuse it, so this comes before the proposer and the outputs
         self.proposer.admit(seq)
         self.core.outputs.open(key, request)
         return key
 
     def _require_drafts(self, speculation: Speculation) -> None:
-        """Refuse what asks for drafts that nobody makes here."""
+        """Refuse speculation that this engine does not offer."""
         depth, suffix = speculation.depth, self.config.suffix
         if speculation.method == "suffix" and suffix is None:
             raise UserError("suffix drafts were asked for, and the engine makes none; use method auto or turn them on")
@@ -152,7 +151,7 @@ class Engine:
             raise UserError(f"depth {depth} is above the engine's max_depth {self.config.max_depth}; lower it")
 
     def cancel(self, key: int) -> bool:
-        """Drop a request, wherever it is, and all that it held; False if it has ended already."""
+        """Cancel a request and free what it holds. False if it has ended already."""
         if not self.scheduler.cancel(key):
             return False
         self.core.outputs.drop(key)
@@ -160,27 +159,27 @@ class Engine:
         return True
 
     def abandon_step(self) -> None:
-        """Give up on what a failed step left in flight, once the requests that ran in it are cancelled."""
+        """Drop what a failed step left in flight. Its requests must have been cancelled."""
         self.core.abandon()
 
     def stats_of(self, key: int) -> SpecDecodeStats:
-        """How speculation goes for a request that is under way; the object goes on counting."""
+        """Speculation statistics of a running request; the object is updated live."""
         return self.core.outputs.stats_of(key)
 
     @property
     def stats(self) -> SpecDecodeStats:
-        """How speculation went for all requests together."""
+        """Speculation statistics of all requests together."""
         return self.core.outputs.stats
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step for."""
+        """Whether there is anything left to step for."""
         return bool(self.core.busy or self.scheduler.waiting or self.scheduler.running or self.core.outputs.behind)
 
     def generate(
         self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
     ) -> list[RequestOutput]:
-        """Answer requests, all together, in their order. If one is refused or a step fails, none is left behind."""
+        """Complete requests as one batch, outputs in their order. If one is refused or a step fails, cancel all."""
         numbered = list(enumerate(requests))
         waiting = iter(numbered)
         outputs = dict(self.serve(lambda: next(waiting, None), at_once=len(numbered), on_piece=on_piece))
@@ -194,13 +193,12 @@ class Engine:
         on_piece: Callable[[OutputDelta], None] | None = None,
         enough: Callable[[Name, OutputDelta], bool] | None = None,
     ) -> Iterator[tuple[Name, RequestOutput]]:
-        """Answer what `pull` gives, up to `max_num_seqs` or `at_once` requests together; answers come as they end.
+        """Complete requests from `pull`, at most `max_num_seqs` or `at_once` at a time; yields outputs as they finish.
 
-        `pull` gives a request under a name of the caller's own, which comes back with the answer; or None if there is
-        none right now. It is asked again after every answer, since an answer may lead to the next request. All ends
-        when it gives None and nothing is under way. If a request is refused, a step fails or the caller takes no more
-        answers, none is left behind. `enough` is asked about every piece; where it says so, an answer ends with that
-        piece, as cancelled.
+        `pull` returns a request with a name of the caller's choice, or None if there is none right now. It is called
+        again after every output, since an answer may lead to the next request. The loop ends when `pull` returns None
+        and nothing is running. If a request is refused, a step fails or the caller stops iterating, all running
+        requests are cancelled. If `enough` returns True for a delta, its request is cancelled after that delta.
         """
         most = self.config.max_num_seqs if at_once is None else at_once
         under_way: dict[int, tuple[Name, SpecDecodeStats, list[OutputDelta]]] = {}
@@ -213,19 +211,19 @@ class Engine:
                 if not under_way:
                     return
                 ended = []
-                for piece in self.step():
-                    if piece.key in under_way and piece.key not in ended:
-                        name, _, pieces = under_way[piece.key]
-                        if enough is not None and enough(name, piece) and piece.finished is None:
-                            self.cancel(piece.key)
-                            piece = replace(piece, finished=FinishReason.CANCELLED)
-                        pieces.append(piece)
-                        ended += [] if piece.finished is None else [piece.key]
+                for delta in self.step():
+                    if delta.key in under_way and delta.key not in ended:
+                        name, _, deltas = under_way[delta.key]
+                        if enough is not None and enough(name, delta) and delta.finished is None:
+                            self.cancel(delta.key)
+                            delta = replace(delta, finished=FinishReason.CANCELLED)
+                        deltas.append(delta)
+                        ended += [] if delta.finished is None else [delta.key]
                     if on_piece is not None:
-                        on_piece(piece)
+                        on_piece(delta)
                 for key in ended:
-                    name, stats, pieces = under_way.pop(key)
-                    yield name, RequestOutput.of(pieces, stats)
+                    name, stats, deltas = under_way.pop(key)
+                    yield name, RequestOutput.of(deltas, stats)
         finally:
             for key in under_way:
                 self.cancel(key)
@@ -239,51 +237,45 @@ class Engine:
 
     @property
     def proposer(self) -> Proposer:
-        """Who drafts."""
         return self.core.proposer
 
     @property
     def lookups_by_requests(self) -> dict[int, dict[str, Any]]:
-        """By requests of a round whether they are looked up for suffix drafts, and why."""
+        """Statistics of suffix look-ups by number of requests in a round."""
         return {} if self._suffix is None else self._suffix.gate.report()
 
     def swap_drafter(self, drafter: Drafter | None, *, in_place: bool = False, or_refuse: bool = False) -> bool:
-        """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
+        """Replace or remove the drafter, between steps. If the new one is refused, nothing has changed.
 
-        `in_place` gives leave to overwrite the drafter that served so far. Then the weights of one that differs in
-        nothing else are copied over it and all that was made of it (True comes back): no request starts again, nothing
-        is captured again, and the drafter given is not needed any longer. To go back, swap in the old weights, of
-        which the caller has kept a copy or knows where they lie.
+        With `in_place` the weights of the running drafter may be overwritten, if the new one differs in weights only
+        (returns True). Requests keep running, captured graphs stay valid, and the given drafter is no longer needed.
+        To go back, swap in a copy of the old weights. Running requests keep drafter entries of the old weights, which
+        may cost them accepted drafts but never changes a token; later requests do not reuse those entries.
 
-        With `or_refuse` that is the only way: a drafter of another shape is refused.
-
-        Of requests under way the drafter has read their text with the old weights, and goes on from there: that can
-        cost them accepted drafts, never a token. What it has read is not found by later requests, who are read afresh.
-
-        Any other drafter takes the place of the old one, which stays as it is (False): requests under way wait for
-        their turn again, and read what they have so far once more. Where the engine captured ahead, it does so again,
-        and they wait for that, too.
+        With `or_refuse`, a drafter that cannot be swapped in place is refused. Otherwise it replaces the old one, which
+        stays unchanged (returns False): running requests are preempted and read their tokens again, and graphs are
+        captured again if they were captured ahead.
         """
         self.core.land()
         if drafter is not None:
             require_fit(drafter, self.target)
             if in_place and self._drafting is not None:
-                self._device.queue.mark().wait()  # what follows the tokens of a step that has landed
+                self._device.queue.mark().wait()  # work may be queued behind the tokens that landed
                 try:
                     self._drafting.take_weights(drafter, self.target.facts)
                 except UnlikeError as why:
                     if or_refuse:
                         raise UserError(
-                            f"the drafter cannot take the place of the one at work: {why}; use one like it"
+                            f"the drafter cannot take the place of the running one: {why}; use one like it"
                         ) from None
-                    logger.info(f"the drafter is replaced, not overwritten: {why}")
+                    logger.info(f"the drafter is replaced, its weights are not overwritten in place: {why}")
                 else:
                     self.scheduler.note_new_weights()
-                    # Times of passes are still known. Of acceptance, nothing learnt of other weights is believed.
-                    self._take_core(self.core.runner, self._drafting, self.controller)
+                    # Step times stay valid; acceptance was measured with other weights and is discarded.
+                    self._set_policies(self.core.runner, self._drafting, self.controller)
                     return True
         if or_refuse:
-            raise UserError("there is no drafter whose place another could take; swap it without or_refuse")
+            raise UserError("there is no drafter to replace in place; swap it without or_refuse")
         runner = None
         if drafter is not None:
             cache = reserve_cache(
@@ -294,8 +286,8 @@ class Engine:
             )
             runner = self._drafter_runner(drafter, cache)
         self.block_manager.forget_drafts()
-        self.scheduler.begin_anew(drafter=drafter is not None)
-        self._draft_by(runner)
+        self.scheduler.preempt_all(drafter=drafter is not None)
+        self._set_drafter(runner)
         if self._warms_up:
             self.capture_graphs()
         return False
@@ -304,20 +296,20 @@ class Engine:
         config = self.config
         return DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
 
-    def _draft_by(self, drafter: DrafterRunner | None) -> None:
-        """Take steps with this drafter, or none, from now on: its passes, and what decides about them."""
+    def _set_drafter(self, drafter: DrafterRunner | None) -> None:
+        """Build the passes and policies for this drafter, or none."""
         self._drafting = drafter
-        vars(self.core).pop("runner", None)  # its graphs and buffers make room for the new ones
+        vars(self.core).pop("runner", None)  # frees its graphs and buffers before new ones are made
         self.core.proposer = Proposer()
-        device = self._device = self._device.anew()
+        device = self._device = self._device.without_graphs()
         room = self.config.room(self.target.device, self.max_model_len)
-        self._take_core(RoundRunner(self.model_runner, drafter, device, room, tree=self.config.tree), drafter, None)
+        self._set_policies(RoundRunner(self.model_runner, drafter, device, room, tree=self.config.tree), drafter, None)
 
-    def _take_core(self, rounds: RoundRunner, drafter: DrafterRunner | None, before: Controller | None) -> None:
-        """Draft by this one, of which nothing is known; of what steps take, perhaps what was learnt before."""
+    def _set_policies(self, rounds: RoundRunner, drafter: DrafterRunner | None, before: Controller | None) -> None:
+        """Install policies with fresh acceptance estimates, and the step times of `before`, if given."""
         config = self.config
         self.drift = DriftAlarm(config.max_depth)
-        """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
+        """Tells how deep the drafter is still reliable; `report()` is for metrics."""
         recorded = None if drafter is None else drafter.model.recorded_acceptance
         self.controller = controller = Controller(
             max_depth=config.max_depth,
@@ -325,13 +317,13 @@ class Engine:
             recorded=() if recorded is None else recorded.by_depth(),
             costs=None if before is None else before.costs,
         )
-        # Trees: where they are not captured ahead, each shape would hold up a step when it is met.
+        # No trees unless graphs are captured ahead: capturing each shape on first use would delay a step.
         known = None if before is None else before.shapes
         controller.captures(known or replace(rounds.shapes, trees=()))
         proposer = Proposer()
         if drafter is not None:
             probe = DriftProbe(
-                drafter, self.drift, share=config.drift_share, draw=_drawing(rounds, drafter), clock=self._clock
+                drafter, self.drift, share=config.drift_share, draw=_make_draw(rounds, drafter), clock=self._clock
             )
             layer_ids = drafter.model.config.layers_read(self.target.facts)
             proposer = DrafterProposer(rounds, controller, layer_ids=layer_ids, drift_probe=probe, tree=config.tree)
@@ -348,10 +340,7 @@ class Engine:
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
-        """Capture and time the usual steps now instead of when they are first met; how many graphs there are.
-
-        After a swap it is done again.
-        """
+        """Capture CUDA graphs of common steps and time them; returns the number of graphs. Repeated after a swap."""
         self._warms_up = True
         started, rounds = self._clock(), self.core.runner
         self.controller.captures(rounds.shapes)
@@ -368,12 +357,12 @@ class Engine:
         return captured
 
     def _rehearse(self) -> None:
-        """Time steps for requests that nobody made, so that the first choice of a depth is an informed one."""
+        """Time steps of dummy requests, to seed the controller's step times."""
         if self._drafting is None or self.scheduler.requests:
             return
         core, outputs, began, steps = self.core, self.core.outputs, self._clock(), dict[tuple[int, Arm], float]()
         core.outputs = OutputProcessor(self.target.decoder())
-        self._take_core(core.runner, self._drafting, None)
+        self._set_policies(core.runner, self._drafting, None)
         try:
             for rows in REHEARSED_ROWS:
                 if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
@@ -387,13 +376,13 @@ class Engine:
                 self.cancel(seq.key)
             core.abandon()
             core.outputs = outputs
-            # All else that was learnt is of what nobody asked.
-            self._take_core(core.runner, self._drafting, None)
+            # Discard everything else that was learned from dummy requests.
+            self._set_policies(core.runner, self._drafting, None)
             self.controller.captures(core.runner.shapes)
         self.controller.rehearse(Rehearsal(steps=steps))
 
     def _rehearse_steps(self, rows: int, depth: int) -> float | None:
-        """Seconds of a step of so many requests that draft so deep, once everything is warm; None where none fits."""
+        """Measured seconds of a step with so many requests and drafts; None if they do not fit."""
         room = self.max_model_len - len(REHEARSED_PROMPT)
         most, speculation = REHEARSED_STEPS * (1 + depth) + 1, Speculation(mode="fixed", depth=depth, method="eagle3")
         if room < most or rows * (len(REHEARSED_PROMPT) + most) > self.block_manager.blocks * self.config.block_size:
@@ -405,7 +394,7 @@ class Engine:
         for number in range(REHEARSED_STEPS):
             began = self._clock()
             self.step()
-            if number:  # the first of a size allocates
+            if number:  # the first allocates
                 seconds = min(seconds, self._clock() - began)
         for key in keys:
             self.cancel(key)
@@ -415,13 +404,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
-        """Go once through the algorithm; what it gave to whom."""
+        """Run one step and return the deltas of all requests."""
         self.core.step()
         return self.core.outputs.process()
 
 
-def _drawing(rounds: RoundRunner, drafter: DrafterRunner) -> Callable[[SequenceState, Tensor, int], Tensor]:
-    """How requests under way draw a draft outside of rounds, as they do in them."""
+def _make_draw(rounds: RoundRunner, drafter: DrafterRunner) -> Callable[[SequenceState, Tensor, int], Tensor]:
+    """Make a function that draws a request's draft outside of rounds, with the noise that rounds use."""
 
     def draw(seq: SequenceState, logits_1W: Tensor, position: int) -> Tensor:
         slot_1 = torch.tensor([slot_of(seq)], device=logits_1W.device)

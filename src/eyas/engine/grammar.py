@@ -1,9 +1,8 @@
-"""Answers that keep to a grammar: which tokens may come next, as a function of the request's own tokens.
+"""Grammar-constrained answers: masks of tokens that may come next.
 
-A `Grammar` never changes and may serve many requests; a `GrammarMatcher` is one request's way through it. What a walk
-says depends on the tokens it is asked about and on nothing else, so drafts, their rejection, preemption and the company
-of other requests cannot show: the token of a position is still a function of the target's distribution there, with what
-the grammar forbids taken out (`runner/slot_sampling.py`).
+A `Grammar` is immutable and may serve many requests; a `GrammarMatcher` follows one request through it. Its masks
+depend only on the tokens passed in. So drafts, rejections, preemption and batching do not change the result: each token
+is drawn from the target's distribution with forbidden tokens removed (`runner/slot_sampling.py`).
 
 Shapes: V target vocabulary.
 """
@@ -11,36 +10,35 @@ Shapes: V target vocabulary.
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # requests hold a grammar, and bookkeeping must not import torch
+if TYPE_CHECKING:  # requests refer to grammars, and request.py must not import torch
     from torch import Tensor
 
 
 class GrammarMatcher(Protocol):
-    """One request's way through its grammar."""
+    """Follows one request through its grammar."""
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar can be followed no further, if so. The request must end then."""
+        """Why the grammar can no longer be followed, if so. The request must end then."""
         ...
 
     def mask(self, tokens: Sequence[int], drafts: Sequence[int]) -> "Tensor | None":
-        """Which tokens may follow [V], given all tokens of the request and drafts behind them.
+        """Mask [V] of tokens that may follow all tokens of the request and the drafts behind them.
 
-        Where the grammar is satisfied, stop tokens are among them; where it is complete, they alone. None behind a
-        stop token and behind what the grammar forbids: nobody gets there. Tokens may be added between two calls,
-        never changed.
+        Includes stop tokens where the grammar may end, and only those where it must end. None behind a stop token or a
+        forbidden one, which are never reached. Between calls tokens may be appended, never changed.
         """
         ...
 
 
 class Grammar(Protocol):
-    """What an answer may say."""
+    """A constraint on answers."""
 
     @property
     def vocab_size(self) -> int:
-        """Of the target whose tokens it speaks of."""
+        """Vocabulary size of the target that it was compiled for."""
         ...
 
     def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> GrammarMatcher:
-        """A way through it for a request whose answer begins behind so many tokens and ends with one of these."""
+        """Make a matcher for a request with this prompt length and these stop tokens."""
         ...

@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """What the target's raw logits say of a token, before any option shapes them."""
+    """Log probability and rank of a token by the target's raw logits, before sampling options apply."""
 
     token: int
     logprob: float
     rank: int
-    """1 for the most likely token; equals share the better rank."""
+    """1 for the most likely token; ties share the better rank."""
     top: tuple[tuple[int, float], ...]
-    """The most likely tokens and their log probabilities, the most likely first."""
+    """The most likely tokens with their log probabilities, most likely first."""
 
 
 def logprob_columns(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> Tensor:
-    """Of each token its log probability, its rank, the most likely tokens and theirs [N, C]; reals as their bits.
+    """Columns [N, C]: log probability, rank, most likely tokens and their log probabilities; floats as bits.
 
-    Nothing here waits for the device.
+    Does not wait for the device.
     """
     logits_NV = logits_NV.float()
     total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
@@ -36,7 +36,7 @@ def logprob_columns(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> Te
 
 
 def tell_logprobs(token_N: Tensor, told_NC: Tensor, alternatives: int) -> list[TokenLogprobs]:
-    """What the columns say of each token, with so many alternatives of those computed."""
+    """Decode the columns into `TokenLogprobs` with so many alternatives."""
     split = 2 + (told_NC.shape[1] - 2) // 2
     logprob_N, top_logprob_NK = (
         x.contiguous().view(torch.float64).tolist() for x in (told_NC[:, 0], told_NC[:, split:])

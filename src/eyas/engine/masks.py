@@ -1,6 +1,6 @@
-"""Masks of what may come, where only the host can tell: grammars and bad words.
+"""Token masks that only the host can compute, for grammars and bad words.
 
-What may come at a position is a function of the tokens before it alone, so drafts cannot change it.
+A mask depends only on the tokens before its position, so drafts cannot change the result.
 
 Shapes: R rows, Q tokens of a row, V vocabulary.
 """
@@ -17,7 +17,7 @@ from eyas.engine.runner.sampling_needs import needs_mask
 
 
 def mask_of(made: Round, vocab_size: int) -> Tensor:
-    """Which tokens may come behind every position of a round [R * Q, V], now that all before it is known."""
+    """Masks of allowed tokens at every position of a round [R * Q, V]; all tokens before must be committed."""
     drafts: Sequence[Sequence[int]] = [[] for _ in made.rows]
     if made.drafted is not None and made.drafts_RK is not None:
         made.drafted.wait()
@@ -33,7 +33,7 @@ def mask_of(made: Round, vocab_size: int) -> Tensor:
 
 
 def draft_mask(made: Round, vocab_size: int) -> DraftMask:
-    """Masks for drafts of a round whose rows have no step in flight: a forbidden draft is never accepted."""
+    """Masks for choosing drafts, in a round with nothing in flight: forbidden drafts would never be accepted."""
 
     def mask(number: int, drafts: Sequence[int]) -> Tensor | None:
         seq = made.rows[number].seq
@@ -47,14 +47,14 @@ def draft_mask(made: Round, vocab_size: int) -> DraftMask:
 
 
 def _forbid(mask_V: Tensor, seq: SequenceState, drafts: Sequence[int]) -> None:
-    """Take out of a mask what may not come behind a request's tokens and these drafts."""
+    """Remove tokens from a mask that may not follow a request's tokens and these drafts."""
     if seq.matcher is not None and (allowed_V := seq.matcher.mask(seq.tokens, drafts)) is not None:
         mask_V &= allowed_V
     mask_V[list(banned_tokens(seq, drafts))] = False
 
 
 def banned_tokens(seq: SequenceState, drafts: Sequence[int]) -> frozenset[int]:
-    """Tokens that may not come behind a request's tokens and these drafts: early ends, and the ends of bad words."""
+    """Tokens that may not come next: stop ids before the minimum length, and last tokens of bad words."""
     request = seq.request
     made = seq.new_tokens + len(drafts)
     banned = request.stop_ids if made < request.min_new_tokens else frozenset()

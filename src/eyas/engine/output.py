@@ -1,7 +1,7 @@
-"""What requests get: deltas as they come, whole answers, how speculation went, and the processor that makes them.
+"""Outputs of requests: deltas per step, finished outputs, speculation statistics, and the processor that makes them.
 
-Text takes the host time and decides nothing, except where a stop string ends an answer. So what a step gave is noted
-when it is committed and put into words later, for instance while a device is busy with the next step.
+Detokenizing costs host time and decides nothing, except where a stop string ends an answer. So tokens are recorded at
+commit and turned into text later, while the device runs the next step.
 """
 
 from collections import Counter
@@ -17,79 +17,78 @@ from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.request import FinishReason, Request, SequenceState
 
 KEPT_TEXTS = 2**16
-"""Texts of a token or two, which is what streams decode, and the same ones again and again."""
+"""Cached texts of one or two tokens, which is what streams decode over and over."""
 
 
-# Neither frozen nor keyword-only: a step makes one for each of hundreds of requests, and either doubles the time.
+# Neither frozen nor keyword-only: a step creates hundreds of these, and either option doubles the time.
 @dataclass(slots=True)
 class OutputDelta:
-    """What one step gave one request. Not to be changed once it is told."""
+    """Output of one step for one request. Do not change it after it was returned."""
 
     key: int
     tokens: tuple[int, ...]
     texts: tuple[str, ...]
-    """For each token the text that can no longer change once it has come; often empty, never to be taken back. All
-    empty, if the request wants no text (`Request.detokenize`)."""
+    """Text of each token once it can no longer change; often empty while text is held back, never revised. All empty
+    without `Request.detokenize`."""
     depths: tuple[int, ...]
-    """For each token the draft depth it was accepted from, or 0: the target's own."""
+    """Draft depth from which each token was accepted; 0 for the target's own token."""
     drafted: int = 0
-    """Draft tokens that the step verified."""
+    """Draft tokens verified in the step."""
     accepted: int = 0
-    """Those of them that it accepted; more than came out of it where the answer ended among them."""
+    """Draft tokens accepted, including any behind the end of the answer."""
     suffix_drafted: int = 0
-    """Draft tokens that came from the suffix index; they are the last of those that the step verified."""
+    """Verified draft tokens from the suffix index; they come behind the drafter's."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """With the first piece, if the request asks for them: of all prompt tokens but the first."""
+    """Logprobs of all prompt tokens but the first, with the first delta, if requested."""
     finished: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or the stop id that ended it."""
+    """The stop string or stop id that ended the answer."""
     num_cached_tokens: int = 0
-    """Tokens that the prefix cache had when the request was first admitted."""
+    """Prefix cache hit when the request was first admitted, in tokens."""
     hidden_states: Tensor | None = field(default=None, compare=False)
-    """With the last piece, if the engine was told to keep them (`EngineConfig.hidden_state_layers`)."""
+    """States of `EngineConfig.hidden_state_layers`, with the last delta."""
     ranks: tuple[int, ...] | None = None
-    """Of a step that verified a tree: which of the drafter's candidates the target's token was, depth by depth as far
-    as accepted drafts lead; 1 is the first, 0 none of them. So it tells how a chain would have fared."""
+    """After a tree: at each depth of the accepted path, the rank of the target's token among the drafter's candidates
+    (1 is the first, 0 none). Shows how a chain would have fared."""
 
     @property
     def text(self) -> str:
-        """The text of all of them."""
         return "".join(self.texts)
 
     @property
     def suffix_accepted(self) -> int:
-        """Those of them that the step accepted."""
+        """Accepted draft tokens from the suffix index."""
         return max(0, self.accepted - (self.drafted - self.suffix_drafted))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """For each token who proposed it: the target, the drafter, or the suffix index."""
+        """Source of each token: target, drafter or suffix."""
         by_drafter = self.drafted - self.suffix_drafted
         return tuple("target" if not depth else "drafter" if depth <= by_drafter else "suffix" for depth in self.depths)
 
 
 @dataclass(kw_only=True)
 class SpecDecodeStats:
-    """How speculation went, for one request or for all."""
+    """Speculation statistics of one request or of all."""
 
     passes: int = 0
-    """Target passes that chose tokens."""
+    """Target passes that sampled tokens."""
     drafts: int = 0
-    """Those among them that verified a draft."""
+    """Passes that verified drafts."""
     drafted: int = 0
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    """In how many drafts the token of each depth was accepted, depth 1 first."""
+    """Number of passes that accepted the draft at each depth, from depth 1 on."""
     tokens: int = 0
     suffix_drafted: int = 0
     suffix_accepted: int = 0
-    """Of these, suffix drafts."""
+    """Suffix drafts among `accepted`."""
     steps: tuple[tuple[int, int], ...] | None = None
-    """Drafted and accepted tokens of every draft, of an engine that tells them at the end and not as they come."""
+    """Drafted and accepted tokens of every pass, from engines that report them only at the end."""
 
     def count(self, drafted: int, accepted: int, tokens: int, by_suffix: int = 0, times: int = 1) -> None:
-        """Add one pass, or so many alike; of the drafts the last so many are from the suffix index."""
+        """Add `times` equal passes; the last `by_suffix` drafts of each came from the suffix index."""
         self.passes += times
         self.tokens += times * tokens
         if drafted:
@@ -108,107 +107,105 @@ class SpecDecodeStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verified draft, the target's own included: 1 + accepted / drafts."""
+        """Mean tokens per verified draft, the target's own included: 1 + accepted / drafts."""
         return 1 + self.accepted / max(1, self.drafts)
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass, whether it verified a draft or not."""
+        """Mean tokens per target pass, with or without drafts."""
         return self.tokens / max(1, self.passes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A finished request."""
+    """Output of a finished request."""
 
     key: int
     tokens: tuple[int, ...]
-    """New tokens, a stop token included."""
+    """New tokens, including a stop token."""
     text: str
     finished: FinishReason
     depths: tuple[int, ...]
     stats: SpecDecodeStats
     accepted: tuple[int, ...] = ()
-    """Accepted drafts of every round, that is of every step that verified a draft. The last round is counted whole,
-    also where the answer ended inside it."""
+    """Accepted drafts of every step that verified drafts. The last step counts in full even if the answer ended inside
+    it."""
     round_starts: tuple[int, ...] = ()
-    """How many tokens the answer had when each of these rounds began."""
+    """Number of answer tokens before each of these steps."""
     num_cached_tokens: int = 0
-    """Tokens that were not read, since the prefix cache had them."""
+    """Prefix cache hit in tokens."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of all prompt tokens but the first."""
+    """Logprobs of all prompt tokens but the first."""
     stop_reason: str | int | None = None
-    """The stop string or the stop id that ended it; None if neither did."""
+    """The stop string or stop id that ended the answer, if any."""
     hidden_states: Tensor | None = field(default=None, compare=False)
-    """The target's states [T, X] of `EngineConfig.hidden_state_layers`, side by side: of all tokens, prompt included,
-    but the last, which the target has not read."""
+    """Concatenated target states [T, X] of `EngineConfig.hidden_state_layers`, for all tokens, prompt included, but the
+    last, which the target has not read."""
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended, in OpenAI's words: stop, length, or error."""
+        """Why it ended, in OpenAI's terms: stop, length, or error."""
         return self.finished.value
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verified draft; 1 without drafts."""
         return self.stats.acceptance_length
 
     @classmethod
-    def of(cls, pieces: Sequence[OutputDelta], stats: SpecDecodeStats) -> "RequestOutput":
-        """Join the pieces of a request, the last of which is its end."""
-        assert pieces, "a request that ended gave something"
-        assert pieces[-1].finished is not None, "the request has not ended"
-        made = list(accumulate((len(piece.tokens) for piece in pieces), initial=0))
+    def of(cls, deltas: Sequence[OutputDelta], stats: SpecDecodeStats) -> "RequestOutput":
+        """Join the deltas of a request; the last one must finish it."""
+        assert deltas, "a request that ended has at least one delta"
+        assert deltas[-1].finished is not None, "the request has not ended"
+        starts = list(accumulate((len(delta.tokens) for delta in deltas), initial=0))
         logprobs = None
-        if pieces[-1].logprobs is not None:
-            logprobs = tuple(entry for piece in pieces for entry in piece.logprobs or ())
+        if deltas[-1].logprobs is not None:
+            logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
         return cls(
-            key=pieces[-1].key,
-            tokens=tuple(token for piece in pieces for token in piece.tokens),
-            text="".join(piece.text for piece in pieces),
-            finished=pieces[-1].finished,
-            depths=tuple(depth for piece in pieces for depth in piece.depths),
+            key=deltas[-1].key,
+            tokens=tuple(token for delta in deltas for token in delta.tokens),
+            text="".join(delta.text for delta in deltas),
+            finished=deltas[-1].finished,
+            depths=tuple(depth for delta in deltas for depth in delta.depths),
             stats=stats,
-            accepted=tuple(piece.accepted for piece in pieces if piece.drafted),
-            round_starts=tuple(start for start, piece in zip(made, pieces, strict=False) if piece.drafted),
-            num_cached_tokens=pieces[-1].num_cached_tokens,
+            accepted=tuple(delta.accepted for delta in deltas if delta.drafted),
+            round_starts=tuple(start for start, delta in zip(starts, deltas, strict=False) if delta.drafted),
+            num_cached_tokens=deltas[-1].num_cached_tokens,
             logprobs=logprobs,
-            prompt_logprobs=pieces[0].prompt_logprobs,
-            stop_reason=pieces[-1].stop_reason,
-            hidden_states=pieces[-1].hidden_states,
+            prompt_logprobs=deltas[0].prompt_logprobs,
+            stop_reason=deltas[-1].stop_reason,
+            hidden_states=deltas[-1].hidden_states,
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class StopCheck:
-    """New tokens as far as they belong to the answer."""
+    """New tokens up to the end of the answer."""
 
     tokens: list[int]
     finished: FinishReason | None
     reason: str | int | None = None
-    """The stop string or stop id that ends it."""
+    """The stop string or stop id that ends the answer."""
     texts: list[str] | None = None
-    """Where they were needed to tell whether the answer ends."""
+    """Texts of the tokens, if they were needed to find a stop string."""
 
 
 @dataclass(slots=True)
 class _OpenAnswer:
-    """An answer under way."""
+    """State of an unfinished answer."""
 
     key: int
     stream: TextStream | None
-    """None if nobody wants its text."""
+    """None if no text is wanted."""
     include_stop: bool
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
 
 class OutputProcessor:
-    """The texts and counts of all requests under way, and pieces that nobody has taken yet."""
+    """Turns recorded tokens into deltas with text, and counts speculation statistics."""
 
     def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
         self.stats = SpecDecodeStats()
-        """Of all requests together."""
         self._decode = lru_cache(maxsize=KEPT_TEXTS)(decode)
         self._behind: dict[bool, Callable[[int, int], str]] = {
             skip: lru_cache(maxsize=KEPT_TEXTS)(partial(text_behind, partial(self._decode_skipping, skip)))
@@ -216,15 +213,14 @@ class OutputProcessor:
         }
         self._answers: dict[int, _OpenAnswer] = {}
         self._notes: list[tuple[_OpenAnswer, OutputDelta]] = []
-        """Pieces whose texts are not made yet, unless they were needed to tell whether the answer ends."""
+        """Deltas not returned yet; most have no text so far."""
 
     @property
     def behind(self) -> bool:
-        """Whether something was noted and not told."""
+        """Whether recorded deltas were not returned yet."""
         return bool(self._notes)
 
     def open(self, key: int, request: Request) -> None:
-        """Begin an answer."""
         skip, stream = request.skip_special_tokens, None
         if request.detokenize:
             stream = TextStream(
@@ -236,27 +232,26 @@ class OutputProcessor:
         self._answers[key] = _OpenAnswer(key, stream, request.include_stop)
 
     def close(self, key: int) -> None:
-        """Let go of an answer that has ended; what was noted of it is still told."""
+        """Remove a finished answer; its recorded deltas are still returned."""
         self._answers.pop(key, None)
 
     def drop(self, key: int) -> None:
-        """Forget an answer that nobody wants any more."""
         self._notes = [note for note in self._notes if note[0].key != key]
         self.close(key)
 
     def stats_of(self, key: int) -> SpecDecodeStats:
-        """How speculation goes for a request under way; the object goes on counting."""
+        """Statistics of a running request; the object is updated live."""
         return self._answers[key].stats
 
     def check_stop(self, seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
-        """How many of these new tokens belong to the answer, and whether it ends."""
+        """Find how many of these new tokens belong to the answer, and whether it ends."""
         if seq.matcher is not None and seq.matcher.failure is not None and tokens:
             return StopCheck(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
         stop = _until_the_end(seq, tokens)
         if seq.request.stop_strings:
             stream = self._answers[seq.key].stream
             assert stream is not None, "a request with stop strings has text"
-            stop.texts, stop.finished = _words(stream, stop.tokens, stop.finished, seq.request.include_stop)
+            stop.texts, stop.finished = _texts_of(stream, stop.tokens, stop.finished, seq.request.include_stop)
             stop.tokens = stop.tokens[: len(stop.texts)]
             stop.reason = stream.stop_string if stream.stopped else stop.reason
         return stop
@@ -273,43 +268,43 @@ class OutputProcessor:
         hidden_TX: Tensor | None = None,
         suffix_drafted: int = 0,
     ) -> OutputDelta:
-        """Take down what a request got of a step that verified so many drafts."""
-        piece = self.add_tokens(seq, stop.tokens, drafted, accepted, suffix_drafted)
-        piece.texts = () if stop.texts is None else tuple(stop.texts)
-        piece.logprobs, piece.prompt_logprobs, piece.hidden_states = logprobs, prompt_logprobs, hidden_TX
-        piece.finished, piece.stop_reason = stop.finished, stop.reason
-        return piece
+        """Record the output of a step for a request with special options or at its end."""
+        delta = self.add_tokens(seq, stop.tokens, drafted, accepted, suffix_drafted)
+        delta.texts = () if stop.texts is None else tuple(stop.texts)
+        delta.logprobs, delta.prompt_logprobs, delta.hidden_states = logprobs, prompt_logprobs, hidden_TX
+        delta.finished, delta.stop_reason = stop.finished, stop.reason
+        return delta
 
     def add_tokens(
         self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int, suffix_drafted: int = 0
     ) -> OutputDelta:
-        """The same where the answer goes on and nothing but its tokens was asked for."""
+        """Record the output of a step for a request that goes on, without special options."""
         answer, depths, cached = self._answers[seq.key], _depths(accepted, len(tokens)), seq.num_cached_tokens or 0
-        piece = OutputDelta(
+        delta = OutputDelta(
             answer.key, tuple(tokens), (), depths, drafted, accepted, suffix_drafted, num_cached_tokens=cached
         )
-        self._notes.append((answer, piece))
-        return piece
+        self._notes.append((answer, delta))
+        return delta
 
     def process(self) -> list[OutputDelta]:
-        """Put into words and count what was noted."""
+        """Return the recorded deltas with their text, and count them."""
         kinds = Counter[tuple[int, int, int, int]]()
-        for answer, piece in self._notes:
-            tokens, stream = piece.tokens, answer.stream
+        for answer, delta in self._notes:
+            tokens, stream = delta.tokens, answer.stream
             count = len(tokens)
             if stream is None:
-                piece.texts = _no_texts(count)
-            elif not piece.texts and count:
-                if piece.finished is None:
-                    piece.texts = tuple([stream.push(token) for token in tokens])
+                delta.texts = _no_texts(count)
+            elif not delta.texts and count:
+                if delta.finished is None:
+                    delta.texts = tuple([stream.push(token) for token in tokens])
                 else:
-                    piece.texts = tuple(_words(stream, tokens, piece.finished, answer.include_stop)[0])
-            answer.stats.count(piece.drafted, piece.accepted, count, piece.suffix_drafted)
-            kinds[piece.drafted, piece.accepted, count, piece.suffix_drafted] += 1
-        for kind, times in kinds.items():  # of all requests together, alike ones at once
+                    delta.texts = tuple(_texts_of(stream, tokens, delta.finished, answer.include_stop)[0])
+            answer.stats.count(delta.drafted, delta.accepted, count, delta.suffix_drafted)
+            kinds[delta.drafted, delta.accepted, count, delta.suffix_drafted] += 1
+        for kind, times in kinds.items():  # equal deltas are counted together
             self.stats.count(*kind, times)
-        pieces, self._notes = [piece for _, piece in self._notes], []
-        return pieces
+        deltas, self._notes = [delta for _, delta in self._notes], []
+        return deltas
 
     def _decode_skipping(self, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
         return self._decode(tokens, skip_special_tokens)
@@ -317,7 +312,7 @@ class OutputProcessor:
 
 @cache
 def _depths(accepted: int, count: int) -> tuple[int, ...]:
-    """Depths of the first tokens of a round that accepted so many drafts."""
+    """Draft depths of the first `count` tokens of a round."""
     return (*range(1, accepted + 1), 0)[:count]
 
 
@@ -327,7 +322,7 @@ def _no_texts(count: int) -> tuple[str, ...]:
 
 
 def _until_the_end(seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
-    """Up to a stop token or the limit; what the text may say is left out."""
+    """Cut tokens at a stop id or the length limit, without looking for stop strings."""
     request = seq.request
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids and seq.new_tokens + count > request.min_new_tokens:
@@ -337,13 +332,10 @@ def _until_the_end(seq: SequenceState, tokens: Sequence[int]) -> StopCheck:
     return StopCheck(tokens=list(tokens), finished=None)
 
 
-def _words(
+def _texts_of(
     stream: TextStream, tokens: Sequence[int], finished: FinishReason | None, include_stop: bool
 ) -> tuple[list[str], FinishReason | None]:
-    """The text of each token, none of its own for a stop id at the end unless it was asked for.
-
-    A stop string may end it earlier.
-    """
+    """Texts of tokens, and whether a stop string ends the answer. A final stop id has no text unless `include_stop`."""
     texts: list[str] = []
     hidden_stop = finished is FinishReason.STOP and not include_stop
     for token in tokens[:-1] if hidden_stop else tokens:

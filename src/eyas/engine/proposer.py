@@ -1,11 +1,10 @@
-"""Who drafts: the seam between the engine's step and whatever proposes tokens.
+"""The interface between the engine's step and whatever proposes draft tokens.
 
-    plan      how many drafts each request may have in the next step, before the step is scheduled
-    draft     queue what makes them for a round
-    observe   learn from a step that was committed
+    plan      how many drafts each request may have, before the next step is scheduled
+    draft     queue the passes that produce a round's drafts
+    observe   learn from a committed step
 
-`drafter_proposer.py` drafts by a drafter, `suffix/proposer.py` looks drafts up in the text, beside a drafter or
-without one.
+`drafter_proposer.py` runs a drafter model. `suffix/proposer.py` looks drafts up in text, with or without a drafter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,49 +23,49 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class DraftPlan:
-    """How a step drafts."""
+    """The drafts of a step."""
 
     slots: Mapping[int, int] = field(default_factory=dict)
-    """The most drafts of requests that decode, by key."""
+    """The most drafts of each decoding request, by key."""
     tree: Tree | None = None
-    """What every request grows; None: chains."""
+    """The draft tree of every request; None means chains."""
     drafter_depth: int | None = None
-    """How deep the drafter drafts at most; None: as deep as rows have room."""
+    """Limit of the drafter's own depth; None means the slots decide."""
     choice: Choice | None = None
-    """What the step follows; None: nothing decodes, or no drafter was asked."""
+    """The controller's choice; None if nothing decodes or the drafter was not consulted."""
     offers: Mapping[int, RoundOffer] = field(default_factory=dict)
-    """Drafts that were looked up, by request."""
+    """Suffix drafts by request."""
 
 
 PLAIN = DraftPlan()
 
 
 class Proposer:
-    """What the engine's step asks of whoever drafts. This one drafts nothing, for an engine without a drafter."""
+    """Interface of proposers. This base class proposes nothing and serves engines without a drafter."""
 
     layer_ids: tuple[int, ...] = ()
-    """Layers of the target whose states it reads."""
+    """Target layers whose hidden states it reads."""
 
     @property
     def needs_landing(self) -> bool:
-        """Whether every launched step must be committed before the next is planned. Asked once a step."""
+        """Whether all launched steps must be committed before the next is planned. Called once per step."""
         return False
 
     def admit(self, seq: SequenceState) -> None:
-        """Take note of a request that came."""
+        """Register a new request."""
 
     def plan(self, decoding: Sequence[SequenceState]) -> DraftPlan:
-        """How these requests draft in the next step."""
+        """Plan the drafts of these requests in the next step."""
         return PLAIN
 
-    def draft(self, made: "Round", plan: DraftPlan) -> None:
-        """Queue what makes the drafts of a round."""
+    def draft(self, round_: "Round", plan: DraftPlan) -> None:
+        """Queue the passes that produce a round's drafts."""
 
     def observe(self, report: "StepReport") -> None:
-        """Learn from a step that was committed."""
+        """Learn from a committed step."""
 
     def forget(self, key: int) -> None:
-        """Drop what is kept for a request that ended."""
+        """Drop the state of a finished request."""
 
     def warm_up(self) -> None:
-        """Do for the first time what takes longer then."""
+        """Run what is slow the first time."""

@@ -1,11 +1,11 @@
-"""What a caller asks for, and how far the engine has come with it.
+"""A caller's request, and the engine's record of its progress.
 
-A `Request` never changes; a `SequenceState` is the engine's own record of one. Two caches belong to a live request, the
-target's and the drafter's, and each holds a prefix of its tokens. Drafter slot i is made of the target's state at i and
-of token i + 1, so the drafter cannot be ahead of the target.
+A `Request` is immutable; a `SequenceState` is the engine's mutable record of one. A live request has entries in two KV
+caches, the target's and the drafter's, each for a prefix of its tokens. Drafter slot i needs the target's state at i
+and token i + 1, so the drafter is never ahead of the target.
 
-Invariant: drafter_length <= target_length < len(tokens), since the newest token has been chosen but not read yet. All
-three are what the host has confirmed; steps that are still under way (`flights`) will raise them.
+Invariant: drafter_length <= target_length < len(tokens), because the newest token is chosen but not read yet. All three
+are confirmed by the host; steps in flight (`flights`) will raise them.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from eyas.errors import UserError
 
-if TYPE_CHECKING:  # these import torch, which bookkeeping must not
+if TYPE_CHECKING:  # these import torch, which this module must not
     from eyas.engine.grammar import Grammar, GrammarMatcher
     from eyas.engine.logprobs import TokenLogprobs
     from eyas.sampling import Sampling
@@ -26,17 +26,17 @@ SEED_BITS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How much a request may be drafted for. It changes the speed of an answer, never its tokens."""
+    """Speculation settings of a request. They change the speed of an answer, never its tokens."""
 
     mode: Literal["auto", "off", "fixed"] = "auto"
-    """auto: as deep as pays, perhaps not at all; off: never; fixed: `depth`, wherever there is room for it."""
+    """auto: the depth that pays, possibly 0; off: never; fixed: always `depth`, where there is room."""
     depth: int | None = None
-    """Draft tokens in a row; with fixed alone. At 0 the drafter reads along and drafts nothing, which is for measuring
-    what that costs."""
+    """Draft tokens per step, for mode fixed only. With 0 the drafter reads along without drafting, to measure that
+    cost."""
     method: Literal["auto", "eagle3", "suffix"] = "auto"
-    """Who drafts: whichever pays of what the engine has; the drafter alone; or suffix drafts alone, which repeat what
-    followed the like of the text before. Of fixed depth are the drafter's drafts, unless it is suffix; then there are
-    up to so many wherever the text has occurred before."""
+    """The source of drafts. auto: whichever pays; eagle3: the drafter; suffix: only tokens that followed similar text
+    earlier. With a fixed depth, auto uses the drafter; suffix then gives up to `depth` drafts wherever the text
+    occurred before."""
 
     def __post_init__(self) -> None:
         if self.method not in ("auto", "eagle3", "suffix"):
@@ -63,38 +63,38 @@ class Speculation:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to continue, and all that decides how."""
+    """A prompt and all options of its completion."""
 
     prompt: tuple[int, ...]
     sampling: "Sampling"
     max_new_tokens: int
     min_new_tokens: int = 0
-    """Before there are as many, no stop id may be chosen."""
+    """No stop id may be chosen before this many tokens."""
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the answer does not have: the last token may not come behind the others."""
+    """Token sequences that must not appear in the answer: the last token is banned behind the others."""
     include_stop: bool = False
-    """Whether the text has the stop string or the stop token's text that ended it."""
+    """Whether the text includes the stop string or stop token that ended it."""
     detokenize: bool = True
-    """Whether text is made of the tokens; without, all texts are empty."""
+    """Whether to produce text; otherwise all texts are empty."""
     skip_special_tokens: bool = True
-    """Whether the text leaves special tokens out."""
+    """Whether to leave special tokens out of the text."""
     seed: int = 0
-    """With the position it decides all chance of the request, in whatever company it runs."""
+    """Seed and position determine all random numbers of the request, in any batch."""
     seeded: bool = True
-    """Whether the caller chose the seed; if not, an engine may draw by chance of its own."""
+    """Whether the caller chose the seed; if not, an engine may use its own source of randomness."""
     logprobs: int | None = None
-    """How many alternatives to report beside each chosen token; 0 reports the chosen one alone, None nothing."""
+    """Number of alternatives to report with each chosen token; 0 reports the chosen token only, None nothing."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. The whole prompt is computed then, past the prefix cache."""
+    """Number of alternatives for each prompt token but the first. Disables prefix cache hits for the request."""
     speculation: Speculation = field(default_factory=Speculation)
     grammar: "Grammar | None" = None
-    """What the answer may say; it ends where the grammar is complete, if not before."""
+    """Constrains the answer, which ends when the grammar is complete, if not earlier."""
     priority: int = 0
-    """Lower goes first; among equals, whoever came first. It decides when an answer comes, never its tokens."""
+    """Lower runs first; equal priorities in order of arrival. Affects when tokens come, never which."""
     cache_salt: str | None = None
-    """Only requests with the same one share cached prefixes."""
+    """Cached prefixes are shared only between requests with equal salt."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -125,7 +125,7 @@ class Request:
             self._require_an_end()
 
     def _require_an_end(self) -> None:
-        """A grammar decides what may come and where the answer ends; nothing else may take that away."""
+        """Refuse options that conflict with a grammar, which decides the allowed tokens and the end of the answer."""
         if not self.stop_ids:
             raise UserError("a grammar ends with a stop token and there is none; give stop_ids, or drop ignore_eos")
         if self.min_new_tokens:
@@ -137,7 +137,7 @@ class Request:
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     """A stop id or a stop string."""
@@ -148,71 +148,70 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What a launched step may do to a request that goes on behind it."""
+    """Bounds of what a launched step does to a request."""
 
     read: int
-    """Tokens that the target surely reads: the chunk, or the newest token."""
+    """Tokens that the target reads in any case: the chunk, or the newest token."""
     fewest: int
-    """New tokens that are surely chosen: 1 if the tokens end with the newest, else 0."""
+    """New tokens in any case: 1 if the step samples, else 0."""
     most: int
-    """New tokens with all drafts accepted. As many more tokens may be read as are chosen beyond the fewest."""
+    """New tokens if all drafts are accepted; the target then reads `most - fewest` more tokens too."""
 
 
 @cache
 def flight_of(count: int, drafts: int, samples: bool) -> Flight:
-    """The flight of a row; one object for all rows of a kind, since a step has hundreds of them."""
+    """Make a `Flight`. Cached, because a step needs hundreds of equal ones."""
     return Flight(count, 1, 1 + drafts) if samples else Flight(count, 0, 0)
 
 
 @dataclass(eq=False, kw_only=True)
 class SequenceState:
-    """A request in the engine. The scheduler alone changes its lengths, tokens and blocks."""
+    """State of a request in the engine. Only the scheduler changes its lengths, tokens and blocks."""
 
     key: int
-    """The engine's name for it."""
+    """The engine's id of the request."""
     arrival: int
-    """Of requests with equal priority, earlier ones go first and are sent back last."""
+    """Order of arrival. Among equal priorities, earlier requests run first and are preempted last."""
     request: Request
     tokens: list[int] = field(init=False)
-    """The prompt, then what was chosen."""
+    """The prompt, then the chosen tokens."""
     target_length: int = 0
-    """Tokens that have keys and values of the target."""
+    """Tokens in the target's KV cache."""
     drafter_length: int = 0
-    """Tokens that have keys and values of the drafter."""
+    """Tokens in the drafter's KV cache."""
     written_length: int = 0
-    """Tokens that have had keys and values of the target since before it began to read: a pass that reads one of them
-    again, for the drafter, leaves these as they are."""
+    """Tokens that were in the target's KV cache when reading began. When the drafter needs some of them to be read
+    again, the target's entries are not written again."""
     lags: bool = False
-    """Whether the drafter lacks tokens that the prefix cache had for the target. It does not read along then."""
+    """Whether the prefix cache had more for the target than for the drafter, so that the drafter does not follow."""
     catches_up: bool = False
-    """Whether they are to be read again, because the drafter is to draft."""
+    """Whether the gap is to be read again, because drafting would pay."""
     drafts_outdated: bool = False
-    """Whether some of those were computed by weights that the drafter had before."""
+    """Whether the drafter's entries include some that were computed with earlier weights."""
     blocks: list[int] = field(default_factory=list)
-    """Where both caches keep token i: in block number i // block_size of this list."""
+    """Block table of both caches: token i is in blocks[i // block_size]."""
     slot: int | None = None
-    """Its place in buffers by request, as long as it runs; no other has the same until no launched step uses it."""
+    """Index into per-request buffers while it runs; not reused while a launched step uses it."""
     stay: int = -1
-    """Which stay among the running requests this is: no other has the same number, nor has its next one."""
+    """Unique number of its current residency among the running requests; it changes when it is readmitted."""
     table: int = -1
-    """Another number whenever its blocks change, and never the same as another request's."""
+    """Unique version number of its block table; it changes with the blocks."""
     flights: list[Flight] = field(default_factory=list)
-    """What launched steps may do to it that are not committed yet, oldest first."""
+    """Launched steps that are not committed yet, oldest first."""
     limit: int = field(init=False)
-    """The most tokens it can come to, prompt included; the scheduler lowers it to the longest context."""
+    """Maximum length, prompt included; the scheduler lowers it to the longest context."""
     finished: FinishReason | None = None
     preemptions: int = 0
-    """How often it lost its blocks to an earlier request."""
     num_cached_tokens: int | None = None
-    """Tokens that the prefix cache had when it was first admitted."""
+    """Prefix cache hit when it was first admitted, in tokens."""
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
-    """Of the prompt's tokens from the second on, as far as they were read; only if the request asks for them."""
+    """Logprobs of prompt tokens from the second on, as far as read; only if requested."""
     matcher: "GrammarMatcher | None" = field(init=False, default=None)
-    """Its way through its grammar."""
+    """State of its grammar."""
     speculates: bool = field(init=False)
-    """Whether the drafter follows it."""
+    """Whether drafting may use the drafter."""
     is_ordinary: bool = field(init=False)
-    """Whether it is asked for nothing but tokens, up to a stop id or a length."""
+    """Whether it needs no stop strings, logprobs or grammar, so that commits take the fast path."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -226,30 +225,28 @@ class SequenceState:
 
     @property
     def followed(self) -> bool:
-        """Whether the drafter reads along."""
+        """Whether the drafter reads its tokens."""
         return self.speculates and not self.lags
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Lower goes first and is sent back last."""
+        """Sort key; lower runs first and is preempted last."""
         return self.request.priority, self.arrival
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether it asks for logprobs of its prompt and does not have all of them yet."""
+        """Whether it still needs logprobs of prompt tokens."""
         return self.request.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens were chosen so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def pending(self) -> int:
-        """Tokens the target has not read yet. With 1 the request decodes, with more it reads (again, if preempted)."""
+        """Tokens the target has not read. With 1 the request decodes, with more it reads its prompt (again)."""
         return len(self.tokens) - self.target_length

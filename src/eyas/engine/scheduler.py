@@ -1,32 +1,31 @@
-"""Which requests take part in the next step, with how many tokens, and in which blocks.
+"""Decides which requests take part in the next step, with how many tokens, and allocates their blocks.
 
-First come, first served, among requests of equal priority; lower priorities go first. That order is a request's turn.
-A step goes through these in order, and what comes late gets what is left:
+Requests are ordered by priority (lower first), then by arrival. That order is called a request's turn. A step's token
+budget is given out in this sequence:
 
-    decoding   every running request with one pending token reads it; nothing holds it up
-    drafts     tokens behind it for the target to verify; half of the remaining budget, if prompts want the rest
-    reading    prompts by turn, in chunks; something is always left for the first
-    admission  waiting requests by turn, behind what the prefix cache has of them
+    decoding   every running request with one pending token gets that token
+    drafts     draft tokens for the decoding requests; at most half of the remaining budget while prompts are waiting
+    reading    chunks of prompts, by turn; the first prompt always gets something
+    admission  waiting requests by turn, starting behind their prefix cache hit
 
-A prefix is right for a request as far as the target has read it. Where the drafter has read less of it, the request
-lags: it decodes without the drafter until that is to draft for it, then stands still and reads again from where the
-drafter is (`_read_again`), in chunks like those of prompts. An answer of one token never does.
+A cached prefix may have keys and values of the target only. If the drafter lacks some of it, the request lags: it
+decodes without the drafter. When drafting for it would pay, it stops and reads again, in chunks, from where the
+drafter's part ends (`_read_again`). A request with fewer than two tokens left never does.
 
-Blocks follow the same order but for drafts, which come last: speculation never takes a block from a request. A request
-gets the blocks of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
-one whose turn is last loses its blocks and waits again, and the prefix cache makes reading it again cheap.
+Blocks are given out in the same sequence, except that drafts come last: speculation never takes a block from a request.
+A request gets the blocks of all its tokens at admission and one more at a time as it decodes. If there is none left,
+the request whose turn is last is preempted and waits again; the prefix cache makes reading it again cheap.
 
-A step may be planned while another is under way (`launched`, then `landed`). What is chosen there is known within
-bounds only (`Flight`), so a request that may go on gets a row, with blocks for the deepest outcome, but never beyond
-its limit: the device reads and writes nothing from its last allowed token on. Nothing is taken from a request with a
-step under way: if a block is missing, the plan has no rows until that step was committed. A step may write any block
-that its requests owned when it was launched: what a request gives up meanwhile is set aside until every step launched
-before has landed.
+A step may be planned while another is in flight (between `launched` and `landed`). How many tokens that step yields is
+known only within bounds (`Flight`). A request that may go on gets a row, with blocks for the longest outcome but never
+beyond its limit; the device reads and writes nothing from the last allowed token on. A request in flight is never
+preempted: if a block is missing, the plan has no rows until that step is committed. A step may write to any block that
+its requests owned at launch, so blocks released meanwhile are reused only after all launched steps have landed.
 
-Invariants: running and waiting requests each stand in the order of their turns, and with one priority all running ones
-before all waiting ones; the first running one moves in every step and is never preempted; with no step under way a
-request owns no block beyond its tokens; a block is registered with tokens that were committed, and the one behind them;
-no block or slot is given to another while a launched step may write it.
+Invariants: running and waiting requests are sorted by turn, and with equal priorities all running ones come before all
+waiting ones; the first running request advances in every step and is never preempted; with nothing in flight a request
+owns no block beyond its tokens; a block is registered under committed tokens and their successor; no block or slot is
+reused while a launched step may write to it.
 """
 
 from bisect import insort
@@ -41,25 +40,25 @@ from eyas.engine.request import FinishReason, SequenceState, flight_of
 from eyas.errors import UserError
 
 
-# Neither frozen nor keyword-only: a step makes one for each of hundreds of requests, and either takes twice as long.
+# Neither frozen nor keyword-only: a step creates hundreds of these, and either option doubles the time.
 @dataclass(eq=False, slots=True)
 class ScheduledRow:
     """One request's part in a step."""
 
     seq: SequenceState
     start: int
-    """Position of its first token; all before it are in the target's cache. A lower bound, if the request decodes and
-    has a step under way: accepted drafts put it further on, and only the device knows."""
+    """Position of its first token; the target's cache holds all before it. For a decoding request in flight this is a
+    lower bound: accepted drafts move it further, which only the device knows."""
     count: int
-    """Tokens to read."""
+    """Tokens to run through the target, without drafts."""
     drafts: int
-    """Draft tokens there is room for behind them."""
+    """Draft slots behind these tokens."""
     samples: bool
-    """Whether the tokens end with the newest, so that the step chooses the next."""
+    """Whether these tokens include the newest one, so that the step samples the next token."""
 
     @property
     def prompt_logits(self) -> int:
-        """How many of its first tokens have a successor in the prompt whose logprob is asked for."""
+        """How many of its first tokens need prompt logprobs of their successors."""
         if not self.seq.lacks_prompt_logprobs:
             return 0
         return max(0, min(self.start + self.count, self.seq.prompt_length - 1) - self.start)
@@ -67,30 +66,30 @@ class ScheduledRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOutput:
-    """What the next step computes."""
+    """The rows of the next step."""
 
     rows: tuple[ScheduledRow, ...]
-    """Decoding requests, then reading ones, then admitted ones; each by turn. Without any, there is nothing to launch:
-    commit the steps under way and plan again."""
+    """Decoding requests, then prompts being read, then newly admitted ones, each sorted by turn. If empty, there is
+    nothing to launch: commit the steps in flight and plan again."""
     preempted: tuple[SequenceState, ...]
-    """Requests that lost their blocks for it."""
+    """Requests that were preempted for this step."""
 
 
 WantedDrafts = Callable[[Sequence[SequenceState]], Mapping[int, int]]
-"""The most drafts of requests that decode, by key."""
+"""Maps decoding requests to the most drafts of each, by key."""
 _Prospect = tuple[SequenceState, int, int, int]
-"""A request, tokens that it will surely have read before the next step, and the fewest and the most that it will have.
-Only where it decodes, and a step with drafts is under way, these are not the same."""
+"""A request, the tokens read before the next step, and its fewest and most tokens by then. The last two differ only for
+decoding requests with drafts in flight."""
 
 
 class Scheduler:
-    """Requests from arrival to end. A step is `plan`, then `commit` for each of its rows, then `finish` for some.
+    """Tracks requests from arrival to finish. A step is `plan`, then `commit` for each row, then `finish` for some.
 
-    To plan ahead of a device, call `launched` right after `plan`, before any request can end, and `landed` after the
-    step's last `commit`. In between the next step may be planned and launched.
+    To plan ahead of the device, call `launched` right after `plan`, before any request can finish, and `landed` after
+    the step's last `commit`. The next step may be planned and launched in between.
 
-    Without a `drafter` nobody lags. Of prompts whose logprobs are asked for, a step reads `max_prompt_logits` tokens:
-    each of them takes a row of logits.
+    Without a `drafter` no request lags. A step reads at most `max_prompt_logits` tokens of prompts whose logprobs are
+    requested, because each of them takes a row of logits.
     """
 
     def __init__(
@@ -111,42 +110,40 @@ class Scheduler:
             if value < least:
                 raise UserError(f"{name} is {value}; it must be {least} or more")
         self._block_manager, self._drafter = block_manager, drafter
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # one token each, so that every request advances
         self._budget, self._max_length = max_num_batched_tokens, max_model_len
         self._max_prompt_logits = max_prompt_logits or max_num_batched_tokens
         self._size = block_manager.block_size
         self._slots = list(range(self._max_num_seqs))[::-1]
         self._steps: deque[tuple[SchedulerOutput, list[tuple[list[int], int]]]] = deque()
-        """Launched ones, oldest first, each with blocks and slot of all that left while it was the newest."""
+        """Launched steps, oldest first, each with the blocks and slots to release when it lands."""
         self._lives: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: list[SequenceState] = []
         self._latest_arrival: int | None = None
         self._numbers = count_up()
-        """Of stays and of block tables."""
+        """Numbers of residencies (`SequenceState.stay`) and of block tables."""
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return len(self._waiting)
 
     @property
     def requests(self) -> list[SequenceState]:
-        """All that have not ended."""
         return list(self._lives.values())
 
     @property
     def running(self) -> list[SequenceState]:
-        """Requests that own blocks, by turn."""
+        """Requests that own blocks, sorted by turn."""
         return list(self._running)
 
     @property
     def in_flight(self) -> int:
-        """How many launched steps have not landed."""
+        """Number of launched steps that have not landed."""
         return len(self._steps)
 
     def add(self, seq: SequenceState) -> None:
-        """Let a request wait for its turn; refuse one whose turn could never come."""
+        """Add a request to the waiting queue. Refuse one that could never be scheduled."""
         assert seq.key not in self._lives, f"request {seq.key} is here already"
         assert self._latest_arrival is None or seq.arrival > self._latest_arrival, "arrivals ascend"
         if seq.prompt_length + 1 > self._max_length:
@@ -167,9 +164,7 @@ class Scheduler:
         insort(self._waiting, seq, key=_turn)
 
     def cancel(self, key: int) -> bool:
-        """End a request at any moment, even during a step, and free what it owns; what a launched step may still write,
-        when that has landed. False if it is not here.
-        """
+        """Finish a request at any time and free its blocks, those in flight when their step lands. False if unknown."""
         seq = self._lives.get(key)
         if seq is None:
             return False
@@ -177,26 +172,24 @@ class Scheduler:
         return True
 
     def finish(self, seq: SequenceState, reason: FinishReason) -> None:
-        """End a request that has not ended yet. Its full blocks stay in the prefix cache."""
+        """Finish a request unless it is finished. Its full blocks stay in the prefix cache."""
         if seq.finished is not None:
             return
         del self._lives[seq.key]
         (self._waiting if seq.slot is None else self._running).remove(seq)
         seq.finished = reason
-        self._vacate(seq)
+        self._free(seq)
 
     def plan(self, wanted_drafts: WantedDrafts) -> SchedulerOutput:
-        """Decide on the next step and reserve its blocks.
+        """Plan the next step and allocate its blocks.
 
-        Only decoding requests carry drafts, those with one token to read next, whatever steps under way choose: behind
-        tokens that the target has yet to read there is nothing to draft from. Once who decodes is known, they are asked
-        for.
+        Only decoding requests get drafts. They are passed to `wanted_drafts`, which returns how many each should have.
         """
         decoding: list[_Prospect] = []
         reading: list[_Prospect] = []
         preempted: list[SequenceState] = []
         running, size = self._running, self._size
-        for seq in running:  # which may lose its last meanwhile
+        for seq in running:  # preemption may shorten this list
             if seq.catches_up and self._read_again(seq):
                 continue
             start, limit = seq.target_length, seq.limit
@@ -206,14 +199,14 @@ class Scheduler:
                 fewest += flight.fewest
                 most += flight.most
             if fewest >= limit:
-                continue  # what is under way ends it
+                continue  # a step in flight will finish it
             reach = most if most < limit else limit - 1
             while reach > len(seq.blocks) * size and not self._extend(seq, reach):
-                assert len(running) > 1 or seq.flights, "add() lets in only what fits alone"
+                assert len(running) > 1 or seq.flights, "add() accepts only requests that fit alone"
                 last = running[-1]
                 if last.flights:
                     return SchedulerOutput(rows=(), preempted=tuple(preempted))
-                self._send_back()
+                self._preempt_last()
                 preempted.append(last)
                 if last is seq:
                     break
@@ -226,8 +219,8 @@ class Scheduler:
         wanted = wanted_drafts([prospect[0] for prospect in decoding])
         if wanted:
             useful = [min(wanted.get(seq.key, 0), seq.limit - fewest - 1) for seq, _, fewest, _ in decoding]
-            assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit has no row"
-            drafts = _share(useful, left // 2 if prompts_want else left)
+            assert min(useful, default=0) >= 0, "drafts must be 0 or more, and a request at its limit has no row"
+            drafts = _split_fairly(useful, left // 2 if prompts_want else left)
             left -= sum(drafts)
 
         prefill: list[ScheduledRow] = []
@@ -248,14 +241,14 @@ class Scheduler:
         rows = []
         for (seq, start, _, most), n in zip(decoding, drafts, strict=True):
             if n and most + n > len(seq.blocks) * size:
-                n = self._seat_drafts(seq, most, n)
+                n = self._allocate_drafts(seq, most, n)
             rows.append(ScheduledRow(seq, start, 1, n, True))
         return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
 
     def launched(self, output: SchedulerOutput, *, deepest: int | None = None) -> None:
-        """Take note that the device works on a step: its requests' blocks and slots are its own until it has landed.
+        """Record that the step was launched: its requests' blocks and slots are in use until it lands.
 
-        With `deepest` its drafts are nodes of trees: of a request that many can be accepted, and all of them have room.
+        `deepest` is the depth of draft trees: no more drafts of a request than that can be accepted.
         """
         self._steps.append((output, []))
         for row in output.rows:
@@ -264,23 +257,23 @@ class Scheduler:
             row.seq.flights.append(flight_of(row.count, drafts, row.samples))
 
     def landed(self, output: SchedulerOutput) -> None:
-        """The oldest launched step is over and its rows are committed, but for those of requests that have ended."""
+        """Release what was set aside for the oldest launched step. All its rows must be committed."""
         step, aside = self._steps.popleft()
         assert step is output, "steps land in the order in which they were launched"
         for blocks, slot in aside:
-            self._give_back(blocks, slot)
+            self._release(blocks, slot)
 
     def abandon(self) -> None:
-        """No launched step will land, and the device is at rest; their requests have been cancelled."""
-        assert not any(seq.flights for seq in self._running), "cancelled first"
+        """Drop all launched steps, with the device idle. Their requests must have been cancelled."""
+        assert not any(seq.flights for seq in self._running), "requests in flight must be cancelled first"
         for step, _ in list(self._steps):
             self.landed(step)
 
     def commit(self, seq: SequenceState, read: int, new_tokens: Sequence[int], drafter_length: int = 0) -> None:
-        """Take note of a step: tokens read, accepted drafts among them, and tokens chosen, which are one more.
+        """Record the result of a step: tokens read, accepted drafts among them, and the chosen tokens (one more).
 
-        `drafter_length` is how far the drafter has read, if that is more than before. Of launched steps it is the
-        oldest that is not committed. Nothing happens to a request that was cancelled during the step.
+        `drafter_length` is how many tokens the drafter has read, if more than before. With several steps in flight
+        this is the oldest. A request that was cancelled meanwhile is left alone.
         """
         if seq.finished is not None:
             return
@@ -301,31 +294,31 @@ class Scheduler:
             full, seq.drafter_length = seq.drafter_length // size, drafter_length
             if drafter_length // size > full:
                 self._register(seq, range(full, drafter_length // size))
-        # The next step, if it is under way, may write all that was reserved: of an answer that stops among accepted
-        # drafts, the device is further on than its tokens tell.
+        # Keep reserved blocks while the next step is in flight: if the answer stops among accepted drafts, the device
+        # is further than its tokens.
         if not flights and len(seq.blocks) * size >= len(tokens) + size:
             needed = self._block_manager.blocks_for(len(tokens))
             self._block_manager.release(seq.blocks[needed:])
             del seq.blocks[needed:]
             seq.table = next(self._numbers)
 
-    def begin_anew(self, *, drafter: bool) -> None:
-        """Let all running requests wait again, as if preempted: there is another drafter, or none. Between steps."""
+    def preempt_all(self, *, drafter: bool) -> None:
+        """Preempt all running requests because the drafter was replaced or removed. Call between steps."""
         assert not self._steps, "a step is under way"
         self._drafter = drafter
         while self._running:
-            self._send_back()
+            self._preempt_last()
         self._follow_waiting()
 
     def note_new_weights(self) -> None:
-        """The drafter has other weights: what it has read of running requests is of use to them alone. Between steps.
+        """Record new drafter weights: old drafter entries of running requests are not shared. Call between steps.
 
-        Requests that wait will be read from the beginning, so it follows those again that it had left alone.
+        Waiting requests will be read from the start, so the drafter follows them again.
         """
         assert not self._steps, "a step is under way"
         self._block_manager.forget_drafts()
         for seq in self._running:
-            seq.drafts_outdated = not seq.lags  # what it lacks will be read with the new ones
+            seq.drafts_outdated = not seq.lags  # entries that are missing will be computed with the new weights
         self._follow_waiting()
 
     def _follow_waiting(self) -> None:
@@ -333,7 +326,7 @@ class Scheduler:
             seq.speculates = seq.request.speculation.by_drafter
 
     def check(self) -> None:
-        """Raise AssertionError unless requests, blocks, slots and flights are in order. For between steps."""
+        """Raise AssertionError unless requests, blocks, slots and flights are consistent. Call between steps."""
         aside = [entry for _, entries in self._steps for entry in entries]
         self._block_manager.check([*(seq.blocks for seq in self._running), *(blocks for blocks, _ in aside)])
         slots = [*self._slots, *(slot for _, slot in aside), *(seq.slot for seq in self._running)]
@@ -345,17 +338,17 @@ class Scheduler:
             assert [seq.turn for seq in part] == sorted({seq.turn for seq in part}), "not by turn"
         if len({seq.request.priority for seq in queue}) == 1:
             assert [seq.turn for seq in queue] == sorted({seq.turn for seq in queue}), (
-                "a later one runs before its turn"
+                "a later request runs before an earlier one"
             )
         assert len(self._running) <= self._max_num_seqs
         for seq in queue:
-            assert seq.finished is None, f"request {seq.key} is finished and still here"
+            assert seq.finished is None, f"request {seq.key} is finished but still queued"
             assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= seq.limit <= self._max_length
             assert not seq.lags or seq.drafter_length < seq.written_length <= seq.target_length, (
                 f"request {seq.key} lags"
             )
-            assert seq.lags or not seq.catches_up, f"request {seq.key} lacks nothing"
-            assert len(seq.flights) <= launched[seq.key], f"request {seq.key} has a flight of no step"
+            assert seq.lags or not seq.catches_up, f"request {seq.key} catches up without lagging"
+            assert len(seq.flights) <= launched[seq.key], f"request {seq.key} has a flight without a step"
             written, most = seq.target_length, len(seq.tokens)
             if seq.flights:
                 new = sum(flight.most for flight in seq.flights)
@@ -367,28 +360,28 @@ class Scheduler:
             assert not seq.flights, f"request {seq.key} waits but is in flight"
             assert seq.slot is None, f"request {seq.key} waits but has slot {seq.slot}"
 
-    def _seat_drafts(self, seq: SequenceState, tokens: int, drafts: int) -> int:
-        """Reserve the blocks of drafts behind so many tokens; fewer drafts, if blocks are short."""
+    def _allocate_drafts(self, seq: SequenceState, tokens: int, drafts: int) -> int:
+        """Allocate blocks for drafts behind `tokens`; returns how many drafts fit."""
         reach = min(tokens + drafts, seq.limit - 1)
         if reach <= len(seq.blocks) * self._size:
             return drafts
         room = (len(seq.blocks) + self._block_manager.free) * self._size
         if reach > room:
             reach, drafts = room, room - tokens
-        seated = self._extend(seq, reach)
-        assert seated, "no more drafts than free blocks hold"
+        allocated = self._extend(seq, reach)
+        assert allocated, "drafts were cut to the free blocks"
         return drafts
 
     def _admit(self) -> _Prospect | None:
-        """Let the first waiting request run, if a slot and the blocks of all its tokens are there."""
-        # One free block for each of the others, or the newcomer would soon be preempted.
+        """Admit the first waiting request if there are a slot and blocks for all its tokens."""
+        # Leave one free block for each running request, or the new one would soon be preempted.
         spare = len(self._running)
         if not self._waiting or not self._slots or self._block_manager.free <= spare:
             return None
         seq = self._waiting[0]
         followed = self._drafter and seq.speculates
         total = self._block_manager.blocks_for(len(seq.tokens)) + spare
-        # Logprobs need every token of the prompt to be computed: the first alone is never found.
+        # Logprobs need every prompt token computed; one token alone never matches a block.
         known = seq.tokens[:1] if seq.lacks_prompt_logprobs else seq.tokens
         blocks = self._block_manager.match(known, total=total, cache_salt=seq.request.cache_salt)
         if blocks is None:
@@ -399,20 +392,19 @@ class Scheduler:
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = found
         seq.lags = bool(followed and seq.drafter_length < found)
-        # A gap no longer than the rest is read with it: later it would take both to be read once more.
+        # If the gap is no longer than the rest, read both now: later they would have to be read again together.
         if seq.lags and found - seq.drafter_length <= len(seq.tokens) - found:
             self._read_again(seq)
-        seated = self._extend(seq, len(seq.tokens))
-        assert seated, "match() said that the blocks are there"
+        allocated = self._extend(seq, len(seq.tokens))
+        assert allocated, "match() ensured enough blocks"
         seq.slot, seq.stay, seq.table = self._slots.pop(), next(self._numbers), next(self._numbers)
         insort(self._running, self._waiting.pop(0), key=_turn)
         return seq, seq.target_length, len(seq.tokens), len(seq.tokens)
 
     def _read_again(self, seq: SequenceState) -> bool:
-        """Let a request that lags go back to where the drafter has read to; whether it must wait until nothing of it is
-        under way.
+        """Move a lagging request back to where the drafter's entries end. True if its steps in flight must land first.
 
-        Nothing changes where no draft could be of use, or while another one reads the same for the drafter.
+        Does nothing if no draft could be used, or while another request reads the same block for the drafter.
         """
         start = self._block_manager.drafted(seq.blocks) * self._size
         block = seq.blocks[start // self._size]
@@ -427,7 +419,7 @@ class Scheduler:
         return False
 
     def _extend(self, seq: SequenceState, positions: int) -> bool:
-        """Let a request own the blocks of so many positions, or change nothing."""
+        """Allocate blocks so that a request has so many positions; False and no change if there are too few."""
         missing = self._block_manager.blocks_for(positions) - len(seq.blocks)
         if missing > 0:
             room = self._block_manager.blocks_for(seq.limit - 1) - len(seq.blocks)
@@ -439,32 +431,31 @@ class Scheduler:
             seq.table = next(self._numbers)
         return True
 
-    def _send_back(self) -> None:
-        """Let the last running request wait again."""
+    def _preempt_last(self) -> None:
         seq = self._running.pop()
-        self._vacate(seq)
+        self._free(seq)
         seq.preemptions += 1
         insort(self._waiting, seq, key=_turn)
 
-    def _vacate(self, seq: SequenceState) -> None:
-        """Take what a request owns; what a launched step may write is set aside until that has landed."""
+    def _free(self, seq: SequenceState) -> None:
+        """Release a request's blocks and slot; with steps in flight, when the latest of them lands."""
         if seq.slot is not None:
             if seq.flights:
                 self._steps[-1][1].append((seq.blocks, seq.slot))
             else:
-                self._give_back(seq.blocks, seq.slot)
+                self._release(seq.blocks, seq.slot)
         seq.blocks, seq.slot, seq.flights = [], None, []
         seq.target_length = seq.drafter_length = seq.written_length = 0
         seq.drafts_outdated = seq.lags = seq.catches_up = False
         if seq.lacks_prompt_logprobs:
-            seq.prompt_logprobs.clear()  # it will read its prompt from the beginning
+            seq.prompt_logprobs.clear()  # the prompt is read again from its start
 
-    def _give_back(self, blocks: Sequence[int], slot: int) -> None:
+    def _release(self, blocks: Sequence[int], slot: int) -> None:
         self._block_manager.release(blocks)
         self._slots.append(slot)
 
     def _register(self, seq: SequenceState, indexes: range) -> None:
-        """Let full blocks be found. Their last token is read, so the one behind it is known."""
+        """Enter full blocks in the prefix cache. Their last token is read, so its successor is known."""
         size = self._size
         for index in indexes:
             end = (index + 1) * size
@@ -482,8 +473,8 @@ def _turn(seq: SequenceState) -> tuple[int, int]:
     return seq.turn
 
 
-def _share(wanted: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget so that nobody gets more than they want, nor less than others unless they want less."""
+def _split_fairly(wanted: Sequence[int], budget: int) -> list[int]:
+    """Split a budget fairly: smaller wishes are met in full, the others get equal shares."""
     if sum(wanted) <= budget:
         return list(wanted)
     shares = [0] * len(wanted)

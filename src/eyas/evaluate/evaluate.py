@@ -1,12 +1,11 @@
-"""How many tokens a verification really yields: measured by decoding, and estimated by walking the same text.
+"""Acceptance length of drafters: measured by speculative decoding, and estimated by walking the target's plain answers.
 
-Measured is what rounds of real speculative decoding accepted; the decoders are the caller's. Estimated is what
-`estimate.walk_rounds` finds in the target's plain greedy answers. The two differ by the last round of an answer, which
-decoding completes and the text does not, and by near-ties that another shape of the same product turns.
+The estimate (`estimate.walk_rounds`) differs from the measurement by the last round of an answer, which decoding
+completes and the text does not, and by near-ties whose winner depends on the shape of a matrix product.
 
-A small target often ends in a loop, which every drafter predicts; such answers flatter, so all is also told without
-them. Invariant: everything reported is a sum over the answers of `Group.measured`, and an evaluation that is
-interrupted holds what was measured until then.
+A small target often ends in a loop, which every drafter predicts; since such answers flatter, all figures are also
+given without them. Everything reported is a sum over the answers of `Group.measured`, so an interrupted evaluation
+still holds what was measured.
 
 Shapes: S depths, M teacher rows.
 """
@@ -15,19 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from eyas.data.conversations import Message
 from eyas.drafter.model import Drafter
+from eyas.evaluate.decoders import EngineDecoders
 from eyas.evaluate.partings import Parting
-from eyas.evaluate.prompts import Prompt, Questions
+from eyas.evaluate.prompts import Answer, Prompt, Questions
 from eyas.target.model import Target
 from eyas.train.corpus.corpus import Corpus
-from eyas.train.corpus_hits import hits_of_corpus
-from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.journal import counts_as_json
+from eyas.train.estimate import RoundCounts, hits_of_corpus, walk_rounds
 from eyas.train.sources.live import LiveSource
 
 LONGEST_PERIOD = 64
@@ -37,67 +34,31 @@ Estimates = Mapping[str, Mapping[int, RoundCounts]]
 """By drafter and depth."""
 
 
-class GivenAnswer(Protocol):
-    """What a decoder says of an answer."""
-
-    @property
-    def key(self) -> int:
-        """Of the prompt."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """New tokens, the stop token included."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop token or a stop string ended it, rather than a length."""
-
-    @property
-    def accepted(self) -> tuple[int, ...]:
-        """Accepted drafts of each round; empty without speculation."""
-
-
-class Decoders(Protocol):
-    """Real decoding, passed in."""
-
-    def plainly(self, prompts: Sequence[Prompt]) -> Iterable[GivenAnswer]:
-        """Greedy answers of the target alone, in any order."""
-
-    def speculatively(self, drafter: str, depth: int, prompts: Sequence[Prompt]) -> Iterable[GivenAnswer]:
-        """Greedy answers with this drafter."""
-
-    def message(self, prompt: Prompt, answer: GivenAnswer) -> Message:
-        """The answer to a prompt as a next turn has it before itself."""
-
-
-Follow = Callable[[str, Iterable[GivenAnswer], int], Iterable[GivenAnswer]]
-"""Hands on the answers of one stretch of work as they come: its name, the answers, how many there will be."""
+Follow = Callable[[str, Iterable[Answer], int], Iterable[Answer]]
+"""Passes answers on and shows progress; takes the name of the task, the answers and their number."""
 FindParting = Callable[[Sequence[int], Sequence[int], Sequence[int]], Parting | None]
-"""From the tokens of a prompt, of its plain answer and of another to where the two answers part, if they do."""
+"""Takes the tokens of a prompt, its plain answer and another answer; returns their first difference, if any."""
 
 
 @dataclass(kw_only=True)
 class Group:
-    """All prompts behind a prefix of one length, and what was found with them so far."""
+    """All prompts after a prefix of one length, the number skipped as too long, and the results so far."""
 
     prefix_tokens: int
     prompts: list[Prompt]
     skipped: int
-    """Prompts left out because they are too long."""
-    plain: dict[int, GivenAnswer] = field(default_factory=dict)
-    """The target's own answers, by key."""
-    measured: dict[tuple[str, int], list[GivenAnswer]] = field(default_factory=dict)
+    plain: dict[int, Answer] = field(default_factory=dict)
+    measured: dict[tuple[str, int], list[Answer]] = field(default_factory=dict)
     """By drafter and depth."""
     partings: dict[tuple[str, int], dict[int, Parting]] = field(default_factory=dict)
-    """Where these are not the plain answers: by drafter and depth, then by key."""
+    """Differences from the plain answers: by drafter and depth, then by key."""
     estimates: Estimates = field(default_factory=dict)
 
 
 def looping(tokens: Sequence[int]) -> bool:
-    """Whether an answer was cut by a length, or ended, while it repeated itself.
+    """Whether an answer ends in a loop: its last max(3p, 32) tokens have a period p of at most 64.
 
-    It did if there is a period p of at most 64 with which its last max(3p, 32) tokens repeat: three times around at
-    least, and never on the strength of fewer than 32 tokens. A stop token belongs to no period: leave it out.
+    A stop token belongs to no period: leave it out.
     """
     for period in range(1, LONGEST_PERIOD + 1):
         length = max(3 * period, SHORTEST_TAIL)
@@ -109,16 +70,16 @@ def looping(tokens: Sequence[int]) -> bool:
     return False
 
 
-def loops(answer: GivenAnswer) -> bool:
-    """The same of an answer as decoders give it."""
+def loops(answer: Answer) -> bool:
+    """Whether an answer ends in a loop, its stop token aside."""
     return looping(answer.tokens[:-1] if answer.stopped else answer.tokens)
 
 
 def count_rounds(rounds: Iterable[int], depth: int) -> RoundCounts:
-    """Rounds as counts, given the accepted drafts of each."""
+    """Counts of rounds, given the accepted drafts of each."""
     found = np.bincount(np.fromiter(rounds, dtype=np.int64), minlength=depth + 1)
     assert len(found) == depth + 1
-    # Whoever accepted k drafts accepted every one up to k.
+    # A round that accepted k drafts accepted one at every depth up to k.
     at_least = list(accumulate(reversed(found.tolist())))[::-1]
     return RoundCounts(rounds=at_least[0], accepted_at=tuple(at_least[1:]))
 
@@ -126,7 +87,7 @@ def count_rounds(rounds: Iterable[int], depth: int) -> RoundCounts:
 def evaluate(
     groups: Sequence[Group],
     questions: Questions,
-    decoders: Decoders,
+    decoders: EngineDecoders,
     *,
     drafters: Sequence[str],
     depths: Sequence[int],
@@ -135,7 +96,7 @@ def evaluate(
     estimate: Callable[[Corpus], Estimates] | None = None,
     follow: Follow,
 ) -> None:
-    """Fill the groups: the target's plain answers, those with every drafter at every depth, and the estimate."""
+    """Fill the groups with plain answers, answers of every drafter at every depth, and estimates."""
     for group in groups:
         behind = f", prefix {group.prefix_tokens}" if len(groups) > 1 else ""
         asked = list(group.prompts)
@@ -145,7 +106,7 @@ def evaluate(
                 group.plain[answer.key] = answer
             if turn + 1 < turns:
                 said = {p.key: decoders.message(p, group.plain[p.key]) for p in asked if p.key in group.plain}
-                # A call waits for its result, which nobody here can give.
+                # A tool call has no result here to go on with.
                 said = {key: message for key, message in said.items() if not message.get("tool_calls")}
                 asked, skipped = questions.following(said, asked)
                 group.prompts += asked
@@ -163,7 +124,7 @@ def evaluate(
             group.estimates = estimate(corpus_of(group))
 
 
-def _partings(group: Group, answers: Iterable[GivenAnswer], find_parting: FindParting) -> dict[int, Parting]:
+def _partings(group: Group, answers: Iterable[Answer], find_parting: FindParting) -> dict[int, Parting]:
     asked = {prompt.key: prompt.ids for prompt in group.prompts}
     found = {a.key: find_parting(asked[a.key], group.plain[a.key].tokens, a.tokens) for a in answers}
     return {key: parting for key, parting in found.items() if parting is not None}
@@ -189,7 +150,7 @@ def estimate_corpus(
     pack_length: int,
     chunk: int = 4096,
 ) -> dict[str, dict[int, RoundCounts]]:
-    """Walk the rounds of every drafter at every depth through the answers of a corpus."""
+    """Walk rounds of every drafter at every depth through the answers of a corpus."""
     layer_ids = {name: drafter.config.layers_read(target.facts) for name, drafter in drafters.items()}
     source = LiveSource(target, sorted({k for ids in layer_ids.values() for k in ids}), chunk=chunk)
     counts = {name: {k: RoundCounts(rounds=0, accepted_at=(0,) * k) for k in depths} for name in drafters}
@@ -213,10 +174,10 @@ def estimate_corpus(
 Json = dict[str, Any]
 
 
-def summarise(answers: Sequence[GivenAnswer], depth: int) -> Json:
-    """Answers as counts: pooled over all rounds, by prompt, by depth."""
+def summarise(answers: Sequence[Answer], depth: int) -> Json:
+    """Acceptance of several answers: pooled over all rounds, by answer, by depth."""
     counts = count_rounds((accepted for answer in answers for accepted in answer.accepted), depth)
-    # An answer of one token takes no round and says nothing.
+    # An answer of one token takes no round.
     by_prompt = [1 + sum(answer.accepted) / len(answer.accepted) for answer in answers if answer.accepted]
     return {
         **_with_rates(counts),
@@ -226,7 +187,7 @@ def summarise(answers: Sequence[GivenAnswer], depth: int) -> Json:
 
 
 def record_groups(groups: Sequence[Group]) -> list[Json]:
-    """Everything found, as JSON."""
+    """All results as JSON."""
     recorded = []
     for group in groups:
         keys = {prompt.key for prompt in group.prompts}
@@ -255,7 +216,7 @@ def record_groups(groups: Sequence[Group]) -> list[Json]:
 
 
 def record_estimates(estimates: Estimates) -> list[Json]:
-    """Estimates alone, as JSON."""
+    """Estimates as JSON."""
     return [
         {"drafter": name, "depth": depth, **_with_rates(counts)}
         for name, by_depth in estimates.items()
@@ -263,9 +224,9 @@ def record_estimates(estimates: Estimates) -> list[Json]:
     ]
 
 
-def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: Group, first: Group) -> Json:
+def _record_measured(name: str, depth: int, answers: list[Answer], group: Group, first: Group) -> Json:
     category = {prompt.key: prompt.category for prompt in group.prompts}
-    by_category: dict[str, list[GivenAnswer]] = defaultdict(list)
+    by_category: dict[str, list[Answer]] = defaultdict(list)
     looped = {answer.key for answer in answers if loops(answer)}
     for answer in answers:
         by_category[category[answer.key]].append(answer)
@@ -304,10 +265,10 @@ def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: G
 
 
 def _with_rates(counts: RoundCounts) -> Json:
-    """Counts and what follows from them; None where nothing was counted."""
+    """Counts with the rates that follow; None where nothing was counted."""
     before = (counts.rounds, *counts.accepted_at)
     return {
-        **counts_as_json(counts),
+        **counts.as_json(),
         "acceptance_length": counts.acceptance_length if counts.rounds else None,
         "acceptance_by_depth": [_ratio(n, counts.rounds) for n in counts.accepted_at],
         "acceptance_by_depth_given_all_before": [
@@ -316,8 +277,8 @@ def _with_rates(counts: RoundCounts) -> Json:
     }
 
 
-def _ratio_to_first(depth: int, answers: Sequence[GivenAnswer], first: Sequence[GivenAnswer]) -> float | None:
-    """Length over length, of the prompts that both groups answered: long prefixes leave some out."""
+def _ratio_to_first(depth: int, answers: Sequence[Answer], first: Sequence[Answer]) -> float | None:
+    """Ratio of acceptance lengths over the prompts that both groups answered; long prefixes skip some."""
     common = {answer.key for answer in answers} & {answer.key for answer in first}
     lengths = [summarise([a for a in side if a.key in common], depth)["acceptance_length"] for side in (answers, first)]
     return _ratio(*lengths)

@@ -1,8 +1,8 @@
-"""Where an answer with drafts leaves the plain one, and how far apart the target holds the two tokens there.
+"""First difference between an answer with drafts and the plain one, and the target's logit margin there.
 
-Every token is the target's own choice. In half precision its logits move by a rounding with the number of tokens in a
-pass, so two tokens that are nearly equally likely may change places. The margin tells that from a defect: the target's
-own code, in one pass over the text before the place, scores both tokens.
+Every token is the target's own choice. In half precision, logits differ by rounding with the number of tokens in a
+pass, so two tokens that are nearly equally likely may swap. The margin tells this from a defect: it is computed by the
+target's own code in one pass over the text before the difference.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,21 @@ from eyas.target.model import Target
 
 @dataclass(frozen=True)
 class Parting:
-    """The first place where two answers to a prompt differ."""
+    """The first difference between two answers to a prompt."""
 
     at: int
-    """The number of answer tokens before it."""
     margin: float
-    """The target's logit of the plain answer's token less that of the other."""
+    """The target's logit of the plain answer's token minus that of the other."""
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place of the first token in which both differ; None if one is the beginning of the other."""
+    """Index of the first token that differs; None if one answer is a prefix of the other."""
     return next((at for at, (ours, theirs) in enumerate(zip(plain, other, strict=False)) if ours != theirs), None)
 
 
 @torch.no_grad()
 def find_parting(target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Parting | None:
-    """Where two answers to a prompt part, if they do."""
+    """The first difference between two answers to a prompt, if there is one."""
     at = first_difference(plain, other)
     if at is None:
         return None

@@ -1,33 +1,28 @@
-"""A picture of an evaluation, from its record: length by depth, by category and, where it was asked for, by prefix."""
+"""Plot of an evaluation record: acceptance length by depth, by category and, with prefixes, by prefix length."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eyas.reports.plot import label_axes, new_figure
+
 LENGTH = "acceptance length (tokens per check)"
-"""Title of an axis."""
 
 
 def plot_evaluation(record: Mapping[str, Any], picture: Path) -> None:
     """Draw as PNG."""
-    # Without pyplot there is no global state, no window system and nothing to close.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     groups = [group for group in record["groups"] if group["measured"]]
     panels = 3 if len(groups) > 1 else 2
-    figure = Figure(figsize=(6 * panels, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels)
-    if groups:
-        first = groups[0]["measured"]
-        names = list(dict.fromkeys(cell["drafter"] for cell in first))
-        _plot_depths(axes[0], first, names)
-        deepest = max(cell["depth"] for cell in first)
-        _plot_categories(axes[1], [cell for cell in first if cell["depth"] == deepest], names, deepest)
-        if panels == 3:
-            _plot_prefixes(axes[2], groups, names, deepest)
-    figure.savefig(picture, dpi=120)
+    with new_figure(picture, (6 * panels, 4.2)) as figure:
+        axes = figure.subplots(1, panels)
+        if groups:
+            first = groups[0]["measured"]
+            names = list(dict.fromkeys(cell["drafter"] for cell in first))
+            _plot_depths(axes[0], first, names)
+            deepest = max(cell["depth"] for cell in first)
+            _plot_categories(axes[1], [cell for cell in first if cell["depth"] == deepest], names, deepest)
+            if panels == 3:
+                _plot_prefixes(axes[2], groups, names, deepest)
 
 
 def _plot_depths(axes: Any, cells: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
@@ -42,7 +37,7 @@ def _plot_depths(axes: Any, cells: Sequence[Mapping[str, Any]], names: Sequence[
             if points:
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
     axes.set_xticks(sorted({cell["depth"] for cell in cells}))
-    _label(axes, "acceptance length by depth", "depth (tokens drafted per round)", LENGTH)
+    label_axes(axes, "acceptance length by depth", "depth (tokens drafted per round)", LENGTH)
 
 
 def _plot_categories(axes: Any, cells: Sequence[Mapping[str, Any]], names: Sequence[str], depth: int) -> None:
@@ -55,7 +50,7 @@ def _plot_categories(axes: Any, cells: Sequence[Mapping[str, Any]], names: Seque
         axes.barh(places, lengths, height, color=f"C{number}", label=name)
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(labels))], labels)
     axes.invert_yaxis()
-    _label(axes, f"by category at depth {depth}", LENGTH, "category")
+    label_axes(axes, f"by category at depth {depth}", LENGTH, "category")
 
 
 def _plot_prefixes(axes: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[str], depth: int) -> None:
@@ -68,12 +63,4 @@ def _plot_prefixes(axes: Any, groups: Sequence[Mapping[str, Any]], names: Sequen
         ]
         if points:
             axes.plot(*zip(*sorted(points), strict=True), "o-", color=f"C{number}", label=name)
-    _label(axes, f"behind a prefix, at depth {depth}", "prefix (tokens of unrelated text)", LENGTH)
-
-
-def _label(axes: Any, title: str, across: str, up: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    label_axes(axes, f"behind a prefix, at depth {depth}", "prefix (tokens of unrelated text)", LENGTH)

@@ -1,9 +1,8 @@
-"""What an evaluation asks: the questions of conversations, alone or behind a long text that is none of their business.
+"""Prompts of an evaluation: the user turns of conversations, optionally after a long unrelated text.
 
-Old answers are never shown to the target. Where a second turn is asked, what stands before it is the target's own
-answer to the first, so every drafter is measured on the same prompts. A record's own tools and template arguments go
-with all its turns.
-Invariant: a prompt leaves room for its whole answer; what does not is left out and counted.
+Answers in the records are never shown to the target. A second turn follows the target's own answer to the first, so all
+drafters are measured on the same prompts. Tools and template arguments of a record apply to all its turns. A prompt
+that leaves no room for its whole answer is skipped and counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,32 +14,44 @@ from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
 from eyas.target.model import Target
 
-# The golden ratio spreads any number of points evenly.
-_SPREAD = 0.6180339887498949
+GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of it, modulo 1, are spread evenly."""
 
 Encode = Callable[[Conversation], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt as the target reads it."""
+    """A prompt as token ids."""
 
     key: int
-    """Of this turn of this conversation, the same whatever stands before it."""
+    """Identifies conversation and turn; independent of the prefix."""
     ids: tuple[int, ...]
     category: str
     turn: int
     conversation: Conversation
-    """What the ids render: the record, with the messages up to this turn."""
+    """The record, with its messages up to this turn."""
 
     @property
     def where(self) -> str:
-        """File and line."""
         return self.conversation.where
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer to a prompt."""
+
+    key: int
+    tokens: tuple[int, ...]
+    """New tokens, the stop token included."""
+    stopped: bool
+    """Ended by a stop token or a stop string, rather than by a length limit."""
+    accepted: tuple[int, ...] = ()
+    """Accepted drafts of each round; empty without speculation."""
+
+
 class PrefixText:
-    """A text to put before questions, from another place of it for every question."""
+    """A text that is put before questions; each question gets another part of it."""
 
     def __init__(self, path: Path, target: Target) -> None:
         try:
@@ -54,7 +65,7 @@ class PrefixText:
         self._ids: list[int] = encoding["input_ids"]
 
     def check(self, tokens: int) -> None:
-        """Refuse more tokens than there are."""
+        """Refuse more tokens than the text has."""
         if tokens > len(self._ids):
             raise UserError(
                 f"--prefix-tokens {tokens} is above the {len(self._ids)} tokens of {self._path}; "
@@ -62,14 +73,13 @@ class PrefixText:
             )
 
     def take(self, tokens: int, number: int) -> str:
-        """About this many tokens of the text, for the question of this number."""
-        start = int((number * _SPREAD) % 1 * (len(self._ids) - tokens + 1))
-        # A cut may go through a character.
+        """About `tokens` tokens of the text, for question `number`."""
+        start = int((number * GOLDEN_RATIO) % 1 * (len(self._ids) - tokens + 1))
         return str(self._tokenizer.decode(self._ids[start : start + tokens])).strip("\ufffd")
 
 
 class Questions:
-    """Asks the user turns of conversations, one turn after another."""
+    """Makes prompts of the user turns of conversations, turn by turn."""
 
     def __init__(
         self,
@@ -80,20 +90,19 @@ class Questions:
         longest: int,
         prefix: PrefixText | None = None,
     ) -> None:
-        self._records = list(conversations)
-        self._conversations = [_user_turns(conversation, turns) for conversation in conversations]
+        self._dialogues = [_dialogue_of(conversation, turns) for conversation in conversations]
         self._encode, self._turns, self._longest, self._prefix = encode, turns, longest, prefix
 
     def first(self, prefix_tokens: int = 0) -> tuple[list[Prompt], int]:
-        """The first turns, and how many were left out because they are too long."""
+        """Prompts of all first turns, and the number of those skipped because they are too long."""
         prompts: list[Prompt | None] = []
-        for number, asked in enumerate(self._conversations):
-            *before, question = asked.messages[: asked.opening]
+        for number, dialogue in enumerate(self._dialogues):
+            question = dialogue.questions[0]
             if prefix_tokens:
                 assert self._prefix is not None
                 text = self._prefix.take(prefix_tokens, number)
                 question = {**question, "content": f"{text}\n\n{question['content']}"}
-            prompts.append(self._prompt(number, 0, (*before, question)))
+            prompts.append(self._prompt(number, 0, (*dialogue.system, question)))
         kept = [prompt for prompt in prompts if prompt is not None]
         if not kept:
             behind = f" behind {prefix_tokens} tokens of other text" if prefix_tokens else ""
@@ -104,56 +113,46 @@ class Questions:
         return kept, len(prompts) - len(kept)
 
     def following(self, answered: Mapping[int, Message], prompts: Sequence[Prompt]) -> tuple[list[Prompt], int]:
-        """The next turn of each prompt that was answered and has one, and how many were left out as too long."""
-        kept, skipped = [], 0
+        """Prompts of the next turn of all answered prompts that have one, and the number of those skipped."""
+        following: list[Prompt | None] = []
         for prompt in prompts:
             number, turn = prompt.key // self._turns, prompt.turn + 1
-            asked = self._conversations[number]
-            if turn >= self._turns or asked.opening + turn > len(asked.messages) or prompt.key not in answered:
-                continue
-            question = asked.messages[asked.opening + turn - 1]
-            before = prompt.conversation.messages
-            next_prompt = self._prompt(number, turn, (*before, answered[prompt.key], question))
-            if next_prompt is None:
-                skipped += 1
-            else:
-                kept.append(next_prompt)
-        return kept, skipped
+            questions = self._dialogues[number].questions
+            if turn < len(questions) and prompt.key in answered:
+                messages = (*prompt.conversation.messages, answered[prompt.key], questions[turn])
+                following.append(self._prompt(number, turn, messages))
+        kept = [prompt for prompt in following if prompt is not None]
+        return kept, len(following) - len(kept)
 
     def _prompt(self, number: int, turn: int, messages: tuple[Message, ...]) -> Prompt | None:
-        conversation = replace(self._records[number], messages=messages)
-        ids = self._encode(conversation)
+        dialogue = self._dialogues[number]
+        conversation = replace(dialogue.record, messages=messages)
+        ids = tuple(self._encode(conversation))
+        key = number * self._turns + turn
         if len(ids) > self._longest:
             return None
-        asked = self._conversations[number]
-        return Prompt(
-            key=number * self._turns + turn,
-            ids=tuple(ids),
-            category=asked.category,
-            turn=turn,
-            conversation=conversation,
-        )
+        return Prompt(key=key, ids=ids, category=dialogue.category, turn=turn, conversation=conversation)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _UserTurns:
-    """System prompt and user turns of a conversation."""
+class _Dialogue:
+    """A record with its system prompt and user turns."""
 
-    messages: tuple[Message, ...]
-    opening: int
-    """Messages up to and with the first user turn."""
+    record: Conversation
+    system: tuple[Message, ...]
+    questions: tuple[Message, ...]
     category: str
 
 
-def _user_turns(conversation: Conversation, turns: int) -> _UserTurns:
-    roles = [message["role"] for message in conversation.messages]
+def _dialogue_of(record: Conversation, turns: int) -> _Dialogue:
+    roles = [message["role"] for message in record.messages]
     if "user" not in roles:
-        raise UserError(f"{conversation.where}: there is no user turn to ask; remove the record or give one")
+        raise UserError(f"{record.where}: there is no user turn to ask; remove the record or give one")
     first = roles.index("user")
-    system = [message for message in conversation.messages[:first] if message["role"] == "system"]
-    questions = [message for message in conversation.messages[first:] if message["role"] == "user"][:turns]
-    return _UserTurns(
-        messages=(*system, *questions),
-        opening=len(system) + 1,
-        category=conversation.category or Path(conversation.where.rpartition(":")[0]).stem,
+    questions = [message for message in record.messages[first:] if message["role"] == "user"]
+    return _Dialogue(
+        record=record,
+        system=tuple(message for message in record.messages[:first] if message["role"] == "system"),
+        questions=tuple(questions[:turns]),
+        category=record.category or Path(record.where.rpartition(":")[0]).stem,
     )

@@ -1,1 +1,1 @@
-"""Grammars that answers may keep to, for the engine to ask (`engine/grammar.py`)."""
+"""Grammars for structured output, as the engine uses them (`engine/grammar.py`)."""

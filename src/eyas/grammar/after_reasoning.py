@@ -1,6 +1,6 @@
-"""A grammar that applies behind the reasoning of an answer, as vLLM has it: thinking is free, the rest is not.
+"""A grammar that applies behind the reasoning of an answer, as in vLLM: reasoning is free, the rest is constrained.
 
-Like any `Grammar` it says what may come as a function of the request's own tokens, so drafts cannot show.
+Like in any `Grammar`, the mask is a function of the request's own tokens, so drafts cannot change the answer.
 
 Shapes: V target vocabulary.
 """
@@ -14,29 +14,27 @@ from eyas.engine.grammar import Grammar, GrammarMatcher
 
 
 class AfterReasoningGrammar:
-    """A `Grammar`; see there."""
+    """A `Grammar`."""
 
     def __init__(self, grammar: Grammar, *, ends: Sequence[Sequence[int]], start: int | None = None) -> None:
         self._grammar = grammar
         self._ends = tuple(tuple(end) for end in ends)
-        """Tokens behind which the grammar applies: any of these sequences."""
+        """Token sequences, each of which ends the reasoning."""
         self._start = start
-        """The token that begins reasoning; an answer that begins with another has none. None if it has begun."""
+        """The token that begins reasoning; None if the prompt has begun it. An answer may begin with another token."""
 
     @property
     def vocab_size(self) -> int:
-        """See `Grammar`."""
         return self._grammar.vocab_size
 
     def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> "AfterReasoningMatcher":
-        """See `Grammar`."""
         return AfterReasoningMatcher(
             self._grammar, ends=self._ends, start=self._start, prompt_length=prompt_length, stop_ids=stop_ids
         )
 
 
 class AfterReasoningMatcher:
-    """A `GrammarMatcher`; see there."""
+    """A `GrammarMatcher`."""
 
     def __init__(
         self,
@@ -49,20 +47,18 @@ class AfterReasoningMatcher:
     ) -> None:
         self._grammar, self._ends, self._start, self._stop_ids = grammar, ends, start, stop_ids
         self._prompt_length = self._scanned = prompt_length
-        """Reasoning does not end before token `_scanned`."""
+        """The tokens that were searched for the end of reasoning."""
         self._ahead = grammar.matcher(prompt_length=0, stop_ids=stop_ids)
-        """Where the grammar begins behind drafts, or behind the prompt."""
+        """The matcher for drafts that end the reasoning or come without any."""
         self._matcher: GrammarMatcher | None = None
-        """Where it has begun."""
+        """The matcher once the reasoning has ended."""
         self._anything_V: Tensor | None = None
 
     @property
     def failure(self) -> str | None:
-        """See `GrammarMatcher`."""
         return self._ahead.failure or (self._matcher.failure if self._matcher is not None else None)
 
     def mask(self, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor | None:
-        """See `GrammarMatcher`."""
         self._look_for_end(tokens)
         if self._matcher is not None:
             return self._matcher.mask(tokens, drafts)
@@ -100,7 +96,7 @@ class AfterReasoningMatcher:
         return any(tuple(path[-len(end) :]) == end for end in self._ends)
 
     def _first_mask(self) -> Tensor | None:
-        """What the grammar allows at its beginning, or the start of reasoning."""
+        """The mask of the first token: the grammar's, or the start of reasoning."""
         mask_V = self._ahead.mask([], [])
         if mask_V is None or self._start is None:
             return mask_V

@@ -1,12 +1,12 @@
-"""From the text of a grammar to llguidance's matcher, without torch: a process that only checks grammars stays small.
+"""Compiles the text of a grammar to llguidance's matcher, without torch, so that a process for checking stays small.
 
-Everything here depends on the tokenizer, the kind and the text alone, so what one process has compiled compiles in
+The result depends on the tokenizer, the kind and the text alone: a grammar that one process has compiled compiles in
 another too, at the same cost.
 
-JSON comes on one line, with a blank at most behind commas and colons: where any white space may come, a small model may
-find nothing but white space to say. A schema may say otherwise by llguidance's own `x-guidance`.
+JSON comes on one line, with a blank at most behind commas and colons: where any white space is allowed, a small model
+may write nothing but white space. A schema may change that with llguidance's own `x-guidance`.
 
-The library is imported when it is first asked for: most servers never are, and it takes 2 MiB.
+The library is imported at first use: most servers never need it, and it takes 2 MiB.
 """
 
 import json
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 GrammarKind = Literal["json", "regex", "grammar", "choice", "lark"]
-"""A JSON schema, a regular expression, Lark or GBNF, a JSON list of choices, Lark alone."""
+"""A JSON schema, a regular expression, Lark or GBNF, a JSON list of choices, Lark only."""
 MOST_CHARACTERS = 2**17
-"""Of a schema, a pattern or a grammar."""
+"""The length limit of a schema, a pattern or a grammar."""
 ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000,
@@ -36,22 +36,22 @@ two for one token mask, the states for as long as the grammar lives, as all its 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerData:
-    """What llguidance must know of a tokenizer; travels between processes."""
+    """A tokenizer as llguidance reads it; it can be sent to another process."""
 
     text: str
-    """As `tokenizer.json` has it, without padding and truncation."""
+    """`tokenizer.json`, without padding and truncation."""
     n_vocab: int
     eos_token: int
 
     def read(self) -> "LLTokenizer":
-        """The library's own form of it. Takes about a second, and holds the interpreter's lock for that long."""
+        """Build the library's tokenizer. Takes about a second, and holds the interpreter's lock for that long."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(self.text, n_vocab=self.n_vocab, eos_token=self.eos_token)
 
 
 def compile_matcher(tokenizer: "LLTokenizer", kind: GrammarKind, text: str) -> "LLMatcher":
-    """A matcher whose first token mask is computed: that is the slowest, and may show that there is nothing to say."""
+    """Compile a matcher and its first token mask, which is the slowest and shows whether any text is possible."""
     from llguidance import LLMatcher
     from llguidance._lib import LLParserLimits
 
@@ -63,7 +63,7 @@ def compile_matcher(tokenizer: "LLTokenizer", kind: GrammarKind, text: str) -> "
         raise
     except RecursionError:
         raise UserError("it is nested too deeply; flatten it") from None
-    except Exception as error:  # its translators raise what they like, all of it about the text
+    except Exception as error:  # its translators raise errors of any type, all of them about the text
         raise UserError(first_line(str(error))) from error
     matcher = LLMatcher(
         tokenizer, translated, log_level=0, limits=LLParserLimits(verbose_errors=False, **PARSER_LIMITS)
@@ -94,17 +94,17 @@ def _translate(kind: GrammarKind, text: str) -> str:
 
 
 def why_stopped(matcher: "LLMatcher") -> str:
-    """Why the matcher is in an error, in a few words."""
+    """The reason of a matcher's error, in a few words."""
     reason = first_line(matcher.get_error())
     if not reason or reason.startswith("NoExtension"):
         return "no text satisfies it"
-    if reason.startswith("panic"):  # a failed assertion about sizes; its words are for the library's authors
+    if reason.startswith("panic"):  # a failed assertion about sizes, in the library's own terms
         return "it is too large for llguidance; simplify it"
     return reason
 
 
 def first_line(words: str) -> str:
-    """What is wrong, without the picture of where."""
+    """The first line of an error, without the excerpt of the text."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error:")] or lines[:1]
     return " ".join(told).removeprefix("error:").strip().rstrip(".")

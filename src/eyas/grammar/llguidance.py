@@ -2,11 +2,11 @@
 
 The library parses the text of tokens, so it must know the target's tokenizer; reading that takes about a second and is
 done once. Its matcher can be copied and rolled back, which is all that a `GrammarMatcher` needs. Work on one grammar is
-bounded by the library's own fuel (`compile.PARSER_LIMITS`).
+bounded by the library's own limits (`compile.PARSER_LIMITS`).
 
-Copies of a matcher share one lexer, whose states stay, so requests that have nothing to do with each other bring it to
-its limit together. A request that meets the limit goes on with a fresh lexer, and ends only if that does not hold it
-either; the grammar is `exhausted` then.
+Copies of a matcher share one lexer, whose states are never freed, so unrelated requests fill it together. A request
+that meets the limit continues with a fresh lexer, and fails only if that one is too small as well; then the grammar is
+`exhausted`.
 
 Shapes: V target vocabulary.
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 RENEW_SECONDS = 0.05
-"""Of processor time: a grammar that compiles within may be compiled again while a batch waits."""
+"""Processor time of compiling within which a grammar may be compiled again while a batch waits."""
 LEXER_ERROR = "lexer error"
 
 
 def tokenizer_data(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenizerData:
-    """What llguidance must know of a target's tokenizer."""
+    """A target's tokenizer for llguidance."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
             f"grammars need a tokenizer of the tokenizers library, not a {type(tokenizer).__name__}; "
@@ -57,27 +57,24 @@ class LlGuidance:
         self._tokenizer = tokenizer_data(tokenizer, vocab_size).read()
 
     def json_schema(self, schema: dict[str, Any] | str) -> "LlGuidanceGrammar":
-        """JSON that a schema, or the text of one, allows."""
+        """JSON by a schema, or by the text of one."""
         return self.compile("json", schema if isinstance(schema, str) else json.dumps(schema))
 
     def regex(self, pattern: str) -> "LlGuidanceGrammar":
-        """Text that a regular expression matches as a whole."""
         return self.compile("regex", pattern)
 
     def grammar(self, text: str) -> "LlGuidanceGrammar":
-        """Text that a context-free grammar derives, in Lark's syntax or llama.cpp's GBNF."""
+        """A context-free grammar in Lark's syntax or llama.cpp's GBNF."""
         return self.compile("grammar", text)
 
     def lark(self, text: str) -> "LlGuidanceGrammar":
-        """Text that a grammar in Lark's syntax derives, with llguidance's `%json` and names of special tokens."""
+        """A grammar in Lark's syntax, with llguidance's `%json` and names of special tokens."""
         return self.compile("lark", text)
 
     def choice(self, choices: Sequence[str]) -> "LlGuidanceGrammar":
-        """One of these texts."""
         return self.compile("choice", json.dumps(list(choices)))
 
     def compile(self, kind: GrammarKind, text: str) -> "LlGuidanceGrammar":
-        """The grammar of a text."""
         compile_ = partial(compile_matcher, self._tokenizer, kind, text)
         grammar = LlGuidanceGrammar(compile_, self._tokenizer, self.vocab_size, kind, text)
         trial = grammar.matcher(prompt_length=0, stop_ids=[self._tokenizer.eos_token])
@@ -88,7 +85,7 @@ class LlGuidance:
 
 
 class LlGuidanceGrammar:
-    """A `Grammar`; see there."""
+    """A `Grammar`."""
 
     def __init__(
         self,
@@ -99,9 +96,9 @@ class LlGuidanceGrammar:
         text: str,
     ) -> None:
         self.kind, self.text = kind, text
-        """What it was compiled from, for an engine that compiles it again."""
+        """The source, for an engine that compiles it again."""
         self.exhausted = False
-        """Whether the lexer has come to a limit: whoever keeps this grammar should compile it anew."""
+        """Whether the lexer has reached a limit: a cache should compile this grammar anew."""
         self.vocab_size = vocab_size
         self._tokenizer, self._compile = tokenizer, compile_
         self._lock = threading.Lock()
@@ -111,7 +108,6 @@ class LlGuidanceGrammar:
         self._quick = time.thread_time() - started <= RENEW_SECONDS
 
     def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> "LlGuidanceMatcher":
-        """See `Grammar`."""
         known = [token for token in stop_ids if 0 <= token < self.vocab_size]  # others can never come
         return LlGuidanceMatcher(self, self._tokenizer.eos_token, prompt_length, known)
 
@@ -121,7 +117,7 @@ class LlGuidanceGrammar:
             return self._matcher.deep_copy(), self._renewals
 
     def renew(self, renewals: int) -> bool:
-        """Put a fresh lexer in the place of the one after so many renewals, unless somebody has or it takes long."""
+        """Replace the lexer that came with this many renewals, unless that was done. False if compiling takes long."""
         with self._lock:
             if self._renewals == renewals:
                 if not self._quick:
@@ -131,11 +127,9 @@ class LlGuidanceGrammar:
 
 
 class LlGuidanceMatcher:
-    """A `GrammarMatcher`; see there. The matcher stands behind all tokens it was told of and some drafts, and can go
-    back.
+    """A `GrammarMatcher`: it has consumed all known tokens and some drafts, and can roll back.
 
-    It is never shown the end: whether the answer may end is asked of the matcher, which token ends it is the
-    request's own affair.
+    It never consumes a stop token: it says whether the answer may end here, and the request has its own stop tokens.
     """
 
     def __init__(self, grammar: LlGuidanceGrammar, end: int, prompt_length: int, stop_ids: list[int]) -> None:
@@ -148,18 +142,17 @@ class LlGuidanceMatcher:
         self.failure: str | None = None
         self._matcher, self._renewals = self._grammar.copy()
         self._known = self._prompt_length
-        """Tokens that the matcher has taken for good, the prompt included."""
+        """Tokens that the matcher has consumed for good, the prompt included."""
         self._ahead: list[int] = []
-        """Drafts that it has taken behind them."""
+        """Drafts that it has consumed behind them."""
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
-        """Behind drafts, since a token came last: drafting asks first, verification again."""
+        """Masks by drafts, since the newest token: drafting asks first, verification again."""
 
     def mask(self, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor | None:
-        """See `GrammarMatcher`."""
         mask_V = self._mask_behind(tokens, drafts)
         if self.failure is None or not self.failure.startswith(LEXER_ERROR):
             return mask_V
-        # Other requests may have filled the lexer: a fresh one tells, once.
+        # Other requests may have filled the lexer: try a fresh one, once.
         if not self._renewed and self._grammar.renew(self._renewals):
             self._renewed = True
             self._begin()
@@ -177,7 +170,7 @@ class LlGuidanceMatcher:
         return self._masks[path]
 
     def _go(self, path: Sequence[int]) -> bool:
-        """Bring the matcher behind these tokens; as far as the grammar allows, if it does not allow all."""
+        """Move the matcher behind these drafts, as far as the grammar allows. Whether it allows all."""
         ahead, same = self._ahead, 0
         while same < min(len(ahead), len(path)) and ahead[same] == path[same]:
             same += 1

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The largest logit of each row in two stages on a GPU: many programs for a row, where torch has one.
+"""The largest logit of each row on a GPU in two stages: many programs per row, where torch has one.
 
-The first stage is here: every part of a row gives its largest logit, where that stands and, if asked for, the sum of
-exp(logit - largest). What merges the parts goes on with the token (`draft_choice_triton.py`,
-`round_outcome_triton.py`), so there is no third launch. Of equals the first wins, as torch has it on a CPU. What is
-undefined counts as infinite, so somebody of the vocabulary wins always.
+The first stage is here: every part of a row yields its largest logit, its index and, if asked for, the sum of
+exp(logit - largest). The kernel that merges the parts also uses the token (`draft_choice_triton.py`,
+`round_outcome_triton.py`), so there is no third launch. Of equals the first wins, as in torch on a CPU. NaN counts as
+infinite, so the winner is always within the vocabulary.
 
 Shapes: N rows, V tokens, B parts of the vocabulary.
 """
@@ -18,23 +18,23 @@ from torch import Tensor
 
 _PART = 4096
 _SMALL_PART = 1024
-"""Where there are few rows, so that they fill the device."""
+"""The part size for few rows, small enough to fill the device."""
 _FEW_PROGRAMS = 256
 
 
 class LogitParts(NamedTuple):
-    """What is known of each part of each row."""
+    """The first stage's results for each part of each row."""
 
     best_NB: Tensor
-    """Its largest logit, float32."""
+    """The largest logit of each part, float32."""
     index_NB: Tensor
-    """Where in the vocabulary that stands first, int32."""
+    """The vocabulary index of the first largest logit, int32."""
     total_NB: Tensor
-    """The sum of exp(logit - largest), float32; means nothing unless it was asked for."""
+    """The sum of exp(logit - largest), float32; undefined unless it was asked for."""
 
     @property
     def padded(self) -> int:
-        """A power of two that holds the parts."""
+        """The number of parts, rounded up to a power of two."""
         padded: int = triton.next_power_of_2(self.best_NB.shape[1])
         return padded
 
@@ -46,7 +46,8 @@ def _part_kernel(logits, best_of, index_of, total_of, row_stride, SIZE, PARTS, P
     x = tl.load(logits + row * row_stride + at, mask=at < SIZE, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x, axis=0)
-    # A place behind the vocabulary may equal the best only where all are -inf, and then stands behind one that is not.
+    # Past the vocabulary, a place can equal the best only if all are -inf, and then comes after one that is not past
+    # it.
     tl.store(best_of + row * PARTS + part, best)
     tl.store(index_of + row * PARTS + part, tl.min(tl.where(x == best, at, 2147483647), axis=0))
     if TOTAL:
@@ -55,7 +56,7 @@ def _part_kernel(logits, best_of, index_of, total_of, row_stride, SIZE, PARTS, P
 
 
 def logit_parts(logits_NV: Tensor, *, total: bool = False) -> LogitParts:
-    """The first stage over logits whose rows are contiguous."""
+    """Run the first stage over logits with contiguous rows."""
     assert logits_NV.stride(1) == 1
     rows, size = logits_NV.shape
     part = _SMALL_PART if rows * triton.cdiv(size, _PART) < _FEW_PROGRAMS else _PART

@@ -1,4 +1,4 @@
-"""The draft of every row, and how likely the drafter holds it: from logits into the round's buffers.
+"""Chooses the draft of every row from logits, with the drafter's probability of it.
 
 Shapes: R rows, W draft vocabulary, K drafts of a row.
 """
@@ -12,9 +12,10 @@ from eyas.kernels.attention.choose import has_triton
 def choose_drafts(
     logits_RW: Tensor, token_W: Tensor, drafts_RK: Tensor, sure_RK: Tensor, at: int, index_R: Tensor | None = None
 ) -> Tensor:
-    """Tokens [R] of the largest logits, or of those at index_R; with their probabilities also written to column `at`.
+    """Return the tokens [R] of the largest logits, or of those at index_R; write tokens and probabilities to column
+    `at`.
 
-    token_W are the ids of the draft vocabulary. The last two tables may have more rows.
+    token_W maps draft ids to target ids. The two tables may have more rows.
     """
     if logits_RW.is_cuda and has_triton():
         from eyas.kernels.draft_choice_triton import choose_drafts_by_triton  # torch for CPUs comes without triton

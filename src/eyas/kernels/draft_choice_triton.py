@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""`draft_choice.py` on a GPU: two launches for argmax, softmax, gather and what is written.
+"""`draft_choice.py` on a GPU: two launches for argmax, softmax, gather and stores.
 
 Shapes: R rows, W draft vocabulary, K drafts of a row, B parts of the vocabulary.
 """
@@ -31,7 +31,7 @@ def _choose_kernel(
     PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """One row."""
+    """Choose the draft of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = part < PARTS
     best = tl.load(best_of + row * PARTS + part, mask=inside, other=float("-inf"))

@@ -1,16 +1,16 @@
-/* What stands between the matrix products of a decoder block and behind the last of them, in float32: each in one sweep
- * over memory, or as few as it takes.
+/* The steps between a decoder block's matrix products and after the last, in float32: each in one sweep over memory, or
+ * as few as possible.
  *
  * Invariant: a row's result does not depend on the rows beside it, to the last bit.
  *
- * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K numbers of a head, R of them rotated,
- * V logits of a row.
+ * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K head dim, R rotary dim, V logits of a
+ * row.
  */
 
 #include "threads.h"
 #include "vectors.h"
 
-enum { FEW = 1 << 14 }; /* numbers that one thread is through with before a second one has begun */
+enum { FEW = 1 << 14 }; /* work for less than this is done before a second thread has started */
 
 /* y = x / sqrt(mean(x^2) + eps) * weight, which may be the same memory */
 INLINE void norm_row(const float *x, long D, const float *weight, float eps, float *y) {
@@ -27,7 +27,7 @@ INLINE void norm_row(const float *x, long D, const float *weight, float eps, flo
     for (d = 0; d < D; d++) y[d] = x[d] * factor * weight[d];
 }
 
-/* One of these steps over N rows; what it does not use is 0. */
+/* The arguments of one of these steps over N rows; unused ones are 0. */
 struct step {
     const float *x, *weight, *cos, *sin;
     float *y;
@@ -37,7 +37,7 @@ struct step {
     int activation;
 };
 
-/* By as many threads as there is work for; `numbers` to a row. */
+/* Uses as many threads as there is work for; `numbers` per row. */
 static void do_rows(pieces *some, const struct step *step, long N, long numbers, int threads) {
     do_pieces(some, step, N, N * numbers < FEW ? 1 : threads);
 }
@@ -48,7 +48,7 @@ static void norm_rows(const void *of, long first, long end) {
         norm_row(step->x + n * step->x_stride, step->width, step->weight, step->eps, step->y + n * step->y_stride);
 }
 
-/* Rows lie in memory with a stride of their own. */
+/* Rows may be strided. */
 void rms_norm(const float *x, long x_stride, long N, long D, const float *weight, float eps, float *y, long y_stride,
               int threads) {
     const struct step step = {
@@ -106,10 +106,10 @@ static void gate_rows_of(const void *of, long first, long end) {
     else gate_rows(step, SILU, first, end);
 }
 
-/* y[N][I] = activation(gate) * up, which lie side by side in x[N][2 I] */
+/* y[N][I] = activation(gate) * up, which are adjacent in x[N][2 I] */
 void gated(const float *x, long N, long I, int activation, float *y, int threads) {
     const struct step step = {.x = x, .width = I, .activation = activation, .y = y};
-    do_rows(gate_rows_of, &step, N, 4 * I, threads); /* a number takes as long as four elsewhere */
+    do_rows(gate_rows_of, &step, N, 4 * I, threads); /* a number costs as much as four in other steps */
 }
 
 static void rotate_rows(const void *of, long first, long end) {
@@ -126,8 +126,8 @@ static void rotate_rows(const void *of, long first, long end) {
         }
 }
 
-/* Turn the halves a, b of the first R numbers of every head: a cos - b sin, b cos + a sin; the others stay. x lies in
- * memory with `stride` numbers to a token, y[N][B][K] densely, cos and sin are [N][R]. */
+/* Rotate the halves a, b of the first R numbers of every head: a cos - b sin, b cos + a sin; the others are copied. x
+ * has `stride` numbers per token, y[N][B][K] is contiguous, cos and sin are [N][R]. */
 void rotate(const float *x, long N, long B, long K, long R, long stride, const float *cos, const float *sin, float *y,
             int threads) {
     const struct step step = {
@@ -140,7 +140,7 @@ INLINE vector larger(vector a, vector b) {
     return (vector)(((integers)a & above) | ((integers)b & ~above));
 }
 
-/* The largest of some numbers; what is no number is passed over. */
+/* The largest of some numbers; NaN is skipped. */
 INLINE float largest_of(const float *x, long count) {
     vector most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
     long i = 0;
@@ -154,7 +154,7 @@ INLINE float largest_of(const float *x, long count) {
 }
 
 static void find_most_likely(const void *of, long first, long end) {
-    enum { PART = 1024 }; /* numbers: to look for the place among all, one by one, would take longer than all else */
+    enum { PART = 1024 }; /* numbers per step: searching all of them one by one would dominate */
     const struct step *step = of;
     const long V = step->width;
     for (long n = first; n < end; n++) {
@@ -182,7 +182,7 @@ static void find_most_likely(const void *of, long first, long end) {
     }
 }
 
-/* The place of the largest of each row of x[N][V], the first of equals, and, unless `chance` is null, the softmax there. */
+/* The index of the largest of each row of x[N][V], the first of equals, and, unless `chance` is null, its softmax. */
 void most_likely(const float *x, long N, long V, int64_t *place, float *chance, int threads) {
     const struct step step = {.x = x, .width = V, .place = place, .y = chance};
     do_rows(find_most_likely, &step, N, V, threads);

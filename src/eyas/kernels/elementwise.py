@@ -1,11 +1,10 @@
-"""What stands between the matrix products of a block and behind the last: norms, gates, rotations, the largest logit.
+"""The steps between a block's matrix products and after the last: norms, gates, rotations, argmax.
 
-Little is computed here, but torch takes several operations for each step, and its silu on some processors takes longer
-than the attention beside it. So for float32 on a CPU each is one call of compiled code (`elementwise.c`); rows lie
-densely unless it says otherwise. `rms_norm` chooses for itself, for the others `elementwise_for` says what there is.
+They compute little, but torch takes several operations for each, and its silu on some CPUs takes longer than the
+attention beside it. So in float32 on a CPU each is one call of compiled code (`elementwise.c`), over contiguous rows
+unless stated. `rms_norm` chooses by itself; for the others, `elementwise_for` returns the compiled steps.
 
-Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, R numbers of a head that are
-rotated, V logits.
+Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, R rotary dim, V logits.
 """
 
 import ctypes
@@ -24,13 +23,12 @@ SOURCE = Path(__file__).with_name("elementwise.c")
 
 
 class Activation(IntEnum):
-    """What opens a gate; numbered as in `elementwise.c`."""
+    """A gate's activation; numbered as in `elementwise.c`."""
 
     SILU = 0
     GELU_TANH = 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """By torch."""
         return functional.silu(x) if self is Activation.SILU else functional.gelu(x, approximate="tanh")
 
 
@@ -52,7 +50,7 @@ class Elementwise:
             getattr(library, name).restype = None
 
     def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None = None) -> Tensor:
-        """The root-mean-square norm of every row; a row's numbers lie side by side, rows may lie apart."""
+        """The root-mean-square norm of every row; rows may be strided."""
         y_ND = x_ND.new_empty(x_ND.shape) if out_ND is None else out_ND
         (tokens, width), (x_stride, x_step), (y_stride, y_step) = x_ND.shape, x_ND.stride(), y_ND.stride()
         assert x_step == y_step == 1
@@ -63,33 +61,33 @@ class Elementwise:
         return y_ND
 
     def norm_heads(self, qk_NBK: Tensor, weight_BK: Tensor, eps: float) -> None:
-        """Norm every head in place; a token's heads lie side by side, tokens may lie apart."""
+        """Norm every head in place; a token's heads are contiguous, tokens may be strided."""
         self.library.norm_heads(
             *(qk_NBK.data_ptr(), *qk_NBK.shape, qk_NBK.stride(0), weight_BK.data_ptr(), eps, torch.get_num_threads())
         )
 
     def gate(self, gate_up_NI: Tensor, activation: Activation = Activation.SILU) -> Tensor:
-        """Multiply the second half of every row, up, by the activation of the first."""
+        """activation(gate) * up; gate is the first half of every row."""
         tokens, both = gate_up_NI.shape
         y_NI, threads = gate_up_NI.new_empty(tokens, both // 2), torch.get_num_threads()
         self.library.gated(gate_up_NI.data_ptr(), tokens, both // 2, activation, y_NI.data_ptr(), threads)
         return y_NI
 
     def rotate(self, qk_NBK: Tensor, cos_NR: Tensor, sin_NR: Tensor, turned_NBK: Tensor) -> None:
-        """Turn queries and keys; a token's heads lie side by side, tokens may lie apart."""
+        """Rotate queries and keys; a token's heads are contiguous, tokens may be strided."""
         self.library.rotate(
             *(qk_NBK.data_ptr(), *qk_NBK.shape, cos_NR.shape[1], qk_NBK.stride(0), cos_NR.data_ptr()),
             *(sin_NR.data_ptr(), turned_NBK.data_ptr(), torch.get_num_threads()),
         )
 
     def most_likely(self, logits_NV: Tensor) -> Tensor:
-        """The place of the largest logit of each row [N], the first of equals."""
+        """The index of the largest logit of each row [N], the first of equals."""
         place_N = torch.empty(logits_NV.shape[0], dtype=torch.int64)
         self._most_likely(logits_NV, place_N, None)
         return place_N
 
     def most_likely_and_chance(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and its probability by a softmax [N]."""
+        """The index of the largest logit of each row [N], and its softmax probability [N]."""
         place_N, chance_N = torch.empty(len(logits_NV), dtype=torch.int64), torch.empty(len(logits_NV))
         self._most_likely(logits_NV, place_N, chance_N)
         return place_N, chance_N
@@ -103,24 +101,23 @@ class Elementwise:
 
 @dataclass(frozen=True, eq=False)
 class FusedNorm:
-    """A root-mean-square norm: `rms_norm` with its weight [D], or one for each of several heads [B, K].
+    """A root-mean-square norm with its weight [D], or one for each of several heads [B, K].
 
-    A weight in float32 multiplies numbers of any type before they are rounded; one of their own type, after.
+    A float32 weight multiplies numbers of any dtype before they are rounded; one of their own dtype, after.
     """
 
     weight: Tensor
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm the last dimension."""
         return rms_norm(x, self.weight, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm the last dimension as transformers does: statistics in float32, rounded to x's type before the weight.
+    """Norm the last dimension as transformers does: statistics in float32, rounded to x's dtype before the weight.
 
-    Unless the weight is of a finer type; then what it gives is rounded.
-    A row's result does not depend on the rows beside it. There is no gradient.
+    A weight of a finer dtype is applied before rounding. A row's result does not depend on the rows beside it. There is
+    no gradient.
     """
     compiled = elementwise_for(x) if weight.ndim == 1 and x.ndim == 2 else None
     if compiled is not None:
@@ -131,13 +128,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def elementwise_for(like: Tensor) -> Elementwise | None:
-    """Compiled steps, if there are any for tensors like this one."""
+    """Compiled steps for tensors like this one, if there are any."""
     return load_elementwise() if like.is_cpu and like.dtype == torch.float32 else None
 
 
 @cache
 def load_elementwise() -> Elementwise | None:
-    """The compiled steps, tried; None where there is no compiler or it cannot be trusted."""
+    """The compiled steps; None if there is no compiler, or they failed their trial."""
     library, _ = load_native(SOURCE)
     if library is None:
         return None
@@ -147,7 +144,7 @@ def load_elementwise() -> Elementwise | None:
 
 @torch.no_grad()
 def _is_right(compiled: Elementwise) -> bool:
-    """Try it: the compiler is one that nobody here has met."""
+    """Try it: this compiler may never have been tested."""
     x_ND = torch.linspace(-9, 9, 3 * 44).mul(7).sin().mul(5).view(3, 44)
     weight_D, halves = x_ND[1] + 1, x_ND.view(3, 2, 22)
     cos, sin = x_ND[:, :22].cos(), x_ND[:, :22].sin()

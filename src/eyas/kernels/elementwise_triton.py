@@ -7,7 +7,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 
 @triton.jit
 def weighted(value, scale, weight, FINE: tl.constexpr):
-    """What a norm makes of numbers: scaled, and by the weight. Rounded before it, too, unless the weight is finer."""
+    """The result of a norm: scaled, then weighted. Rounded in between, too, unless the weight is finer."""
     scaled = value.to(tl.float32) * scale
     if not FINE:
         scaled = scaled.to(value.dtype).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Layouts and outcomes of rounds where a number costs nothing to read: on a CPU, nothing is padded.
+"""Layouts and outcomes of rounds on a CPU, where host and device memory are the same: nothing is padded.
 
-The law is that of `round_layout.py`, `round_outcome.py` and `round_offers.py`, over live rows and live tokens alone.
-Logits are packed: those of live tokens only, row behind row. Compiled code (`rounds.c`) does it in a call each; where
-there is no compiler, numpy does.
+Results are those of `round_layout.py`, `round_outcome.py` and `round_offers.py`, for live rows and tokens only. Logits
+are packed: those of live tokens, row after row. Compiled code (`rounds.c`) does each in one call; without a compiler,
+those files do it, and the padding is removed.
 
 Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N live tokens of a pass, S slots, L the ring, P blocks of a row.
 """
@@ -21,8 +21,10 @@ from torch import Tensor
 
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, PackedRows
 from eyas.kernels.native import load_native
+from eyas.kernels.round_layout import lay_out_draft, lay_out_verify
 from eyas.kernels.round_offers import LOOKED_UP
-from eyas.kernels.round_tensors import RoundTensors
+from eyas.kernels.round_outcome import settle
+from eyas.kernels.round_tensors import BlockShape, DraftLayout, RoundTensors, VerifyLayout
 
 SOURCE = Path(__file__).with_name("rounds.c")
 Integers = NDArray[np.int64]
@@ -30,21 +32,21 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExactLayout:
-    """Live tokens of a pass."""
+    """The live tokens of a pass."""
 
     tokens: AttentionMetadata
     ids_N: Tensor
     place_N: Tensor
-    """Where states lie in the ring of all slots, or go to."""
+    """Places of states in the ring of all slots."""
     row_R: Sequence[int]
-    """Rows that have any, in their order."""
+    """Rows with live tokens, in order."""
 
 
 class RoundArrays:
-    """The numbers of `RoundTensors` on a CPU, in the same memory."""
+    """Views of `RoundTensors` on a CPU, sharing its memory."""
 
     def __init__(self, state: RoundTensors) -> None:
-        self.ring, self.nobody = state.ring, state.nobody
+        self._state, self.ring = state, state.ring
         self.length_S, self.drafted_S, self.limit_S, self.follows_S = (
             _array(x) for x in (state.length_S, state.drafted_S, state.limit_S, state.follows_S)
         )
@@ -70,38 +72,42 @@ class RoundArrays:
         self._addresses = ctypes.addressof(self._round), ctypes.addressof(self._layout)
 
     def lay_out_verify(self, block_size: int, *, rows: int, depth: int) -> ExactLayout:
-        """The newest token of each row and its drafts, as many as `depth_R` says."""
+        """Lay out the newest token of each row and its drafts, as many as `depth_R` says."""
         compiled, (round_at, layout_at) = load_rounds(), self._addresses
         if compiled is None:
-            return self._plainly_laid_out(self._plain_verify(rows, depth, block_size), block_size)
+            return self._live_of(
+                lay_out_verify(self._state, self._shape(block_size), rows=rows, depth=depth), block_size
+            )
         return self._laid_out(compiled.lay_out_verify(round_at, rows, depth, block_size, layout_at), rows, block_size)
 
     def lay_out_draft(self, block_size: int, *, rows: int, depth: int, kept: int = 0) -> ExactLayout:
-        """The states that wait for the drafter, of each row all but the last `kept`.
+        """Lay out the states that wait for the drafter; of each row all but the last `kept`.
 
-        The state is left as it will be when they are read: how deep rows are drafted for in `depth_R`, if there are to
-        be drafts, and what has been read in `drafted_S`.
+        The state is updated as if they had been read: drafts per row in `depth_R`, if there are to be any, and states
+        read in `drafted_S`.
         """
         assert not (kept and depth)
         compiled, (round_at, layout_at) = load_rounds(), self._addresses
         if compiled is None:
-            return self._plainly_laid_out(self._plain_draft(rows, depth, kept, block_size), block_size)
+            slot_R = self.row_slot[:rows]
+            reads, shape = max(1, int((self.length_S - self.drafted_S)[slot_R].max())), self._shape(block_size)
+            layout = lay_out_draft(self._state, shape, rows=rows, reads=reads, depth=depth, kept=kept)
+            return self._live_of(layout, block_size)
         live = compiled.lay_out_draft(round_at, rows, depth, kept, block_size, layout_at)
         return self._laid_out(live, rows, block_size)
 
     def settle(self, *, rows: int, depth: int, token_N: Tensor, packed: bool) -> Tensor:
-        """Move the rows on by the target's tokens, of live tokens or of all; a line of each as `round_outcome.settle`
-        has it."""
+        """Advance the rows by the tokens of live tokens, or of all; returns lines like `round_outcome.settle`."""
         compiled, line_RC = load_rounds(), np.empty((rows, 3 + 3 * depth), dtype=np.int64)
         assert token_N.is_contiguous()
-        if compiled is not None:
-            compiled.settle(self._addresses[0], rows, depth, token_N.data_ptr(), packed, line_RC.ctypes.data)
-        else:
-            self._plain_settle(rows, depth, _array(token_N), packed, line_RC)
+        if compiled is None:
+            tokens = spread(_array(token_N), self.live(rows, depth), 1 + depth) if packed else _array(token_N)
+            token_RQ = torch.from_numpy(tokens).view(rows, 1 + depth)
+            return settle(self._state, rows=rows, depth=depth, token_RQ=token_RQ)
+        compiled.settle(self._addresses[0], rows, depth, token_N.data_ptr(), packed, line_RC.ctypes.data)
         return torch.from_numpy(line_RC)
 
     def live_tokens(self, rows: int, depth: int) -> int:
-        """Tokens of all rows that the target verifies."""
         compiled = load_rounds()
         count: int = (
             int(self.live(rows, depth).sum())
@@ -111,18 +117,17 @@ class RoundArrays:
         return count
 
     def live(self, rows: int, depth: int) -> Integers:
-        """Tokens of each row that the target verifies: the newest and its drafts, or none of a row that has ended."""
+        """Tokens of each row that the target verifies: the newest and its drafts, or none if the row has ended."""
         slot_R = self.row_slot[:rows]
         runs_R = self.limit_S[slot_R] - self.length_S[slot_R] > 1
         return runs_R * (1 + self.depth_R[:rows] if depth else np.ones(rows, dtype=np.int64))
 
     def blocks(self, slot: int, end: int, block_size: int) -> list[int]:
-        """The blocks of a slot's first `end` positions."""
         blocks: list[int] = self.table_SP[slot, : -(-end // block_size)].tolist()
         return blocks
 
     def next_tokens(self, block_size: int, row_R: Sequence[int], made: int, ahead: int) -> AttentionMetadata:
-        """The drafter over the newest drafts of these rows, of which there are `made`; `ahead` more may follow."""
+        """Lay out the drafter over draft number `made` of these rows; `ahead` more may follow."""
         compiled, live = load_rounds(), len(row_R)
         if compiled is not None:
             self._row_4R[0, :live] = row_R
@@ -136,7 +141,7 @@ class RoundArrays:
         return AttentionMetadata.of(rows, block_size=block_size, device=torch.device("cpu"))
 
     def place_offers(self, *, rows: int, depth: int, own_depth: int) -> None:
-        """Leave drafts and how deep each row is drafted for; a drafter's `own_depth` where an offer is void."""
+        """Fill in drafts and each row's number of drafts, at most a drafter's `own_depth` where an offer is void."""
         for row, slot in enumerate(self.row_slot[:rows].tolist()):
             known, count, confirmed, *expected = self.offers_RC[row].tolist()
             length, own = int(self.length_S[slot]), min(max(int(self.depth_R[row]), 0), own_depth)
@@ -155,78 +160,35 @@ class RoundArrays:
             self.depth_R[row] = deep if stands else own
 
     def _laid_out(self, live: int, room: int, block_size: int) -> ExactLayout:
-        """What compiled code left of so many rows, in room for some."""
+        """The layout that compiled code has written, with `live` rows in room for `room`."""
         width = self._layout.width
         memory = self._packed[: room * (4 + width)].copy()
-        return self._layout_of(PackedRows(memory, rows=live, room=room, blocks=width), live, block_size)
-
-    def _layout_of(self, rows: Sequence[AttentionRow], live: int, block_size: int) -> ExactLayout:
+        rows = PackedRows(memory, rows=live, room=room, blocks=width)
         tokens = int(self._row_4R[3, :live].sum())
         in_cache_N, position_N, ids_N, place_N = torch.from_numpy(self._token_4N[:, :tokens].copy()).unbind()
         metadata = AttentionMetadata(block_size=block_size, slot_mapping_N=in_cache_N, position_N=position_N, rows=rows)
         return ExactLayout(tokens=metadata, ids_N=ids_N, place_N=place_N, row_R=self._row_4R[0, :live].tolist())
 
-    # --- without a compiler ------------------------------------------------------------------------------------
+    def _live_of(self, layout: VerifyLayout | DraftLayout, block_size: int) -> ExactLayout:
+        """Remove the padding of a layout."""
+        tokens, tables = layout.tokens, layout.tokens.tables
+        live_R = tables.seq_lens_R - tables.context_lens_R
+        live_N = (torch.arange(len(layout.ids_N) // len(live_R)) < live_R[:, None]).flatten()
+        metadata = AttentionMetadata(
+            block_size=block_size,
+            slot_mapping_N=tokens.slot_mapping_N[live_N],
+            position_N=tokens.position_N[live_N],
+            rows=tokens.on_host.rows,
+        )
+        row_R = live_R.nonzero()[:, 0].tolist()
+        return ExactLayout(tokens=metadata, ids_N=layout.ids_N[live_N], place_N=layout.place_N[live_N], row_R=row_R)
 
-    def _plainly_laid_out(self, live: int, block_size: int) -> ExactLayout:
-        _, slots, bases, counts = self._row_4R[:, :live].tolist()
-        rows = [
-            AttentionRow(blocks=self.blocks(slot, base + count, block_size), base=base, count=count)
-            for slot, base, count in zip(slots, bases, counts, strict=True)
-        ]
-        return self._layout_of(rows, live, block_size)
-
-    def _plain_verify(self, rows: int, depth: int, block_size: int) -> int:
-        live_R = self.live(rows, depth)
-        row_R = live_R.nonzero()[0]
-        slot_R = self.row_slot[row_R]
-        self._take(row_R, self.length_S[slot_R], live_R[row_R], 0, block_size)
-        first = 0
-        for row, live in zip(row_R, live_R[row_R].tolist(), strict=True):
-            self._token_4N[2, first + 1 : first + live] = self.drafts_RK[row, : live - 1]
-            first += live
-        return len(row_R)
-
-    def _plain_draft(self, rows: int, depth: int, kept: int, block_size: int) -> int:
-        slot_R = self.row_slot[:rows]
-        length_R, drafted_R = self.length_S[slot_R], self.drafted_S[slot_R]
-        room_R = self.limit_S[slot_R] - length_R - 1
-        live_R = np.where((self.follows_S[slot_R] > 0) & (room_R > 0), length_R - kept - drafted_R, 0).clip(min=0)
-        if depth:
-            self.depth_R[:rows] = np.where(live_R > 0, np.minimum(self.row_depth[:rows], room_R - 1), 0)
-        row_R = live_R.nonzero()[0]
-        self._take(row_R, drafted_R[row_R], live_R[row_R], 1, block_size)
-        self.drafted_S[slot_R[row_R]] = (length_R - kept)[row_R]
-        return len(row_R)
-
-    def _take(self, row_R: Integers, base_R: Integers, count_R: Integers, shift: int, block_size: int) -> None:
-        slot_R, live, tokens = self.row_slot[row_R], len(row_R), int(count_R.sum())
-        self._row_4R[:, :live] = row_R, slot_R, base_R, count_R
-        slot_N = slot_R.repeat(count_R)
-        position_N = np.arange(tokens) + (base_R - count_R.cumsum() + count_R).repeat(count_R)
-        in_cache_N = self.table_SP[slot_N, position_N // block_size] * block_size + position_N % block_size
-        ids_N = self.tokens_SL[slot_N, (position_N + shift) % self.ring]
-        self._token_4N[:, :tokens] = in_cache_N, position_N, ids_N, slot_N * self.ring + position_N % self.ring
-
-    def _plain_settle(self, rows: int, depth: int, token_N: Integers, packed: bool, line_RC: Integers) -> None:
-        slot_R, drafts_RK, offset_Q = self.row_slot[:rows], self.drafts_RK[:rows, :depth], np.arange(1 + depth)
-        live_R, length_R = self.live(rows, depth), self.length_S[slot_R]
-        token_RQ = spread(token_N, live_R, 1 + depth) if packed else token_N.reshape(rows, 1 + depth)
-        same_RK = (token_RQ[:, :depth] == drafts_RK) & (offset_Q[1:] < live_R[:, None])
-        accepted_R = np.logical_and.accumulate(same_RK, axis=1).sum(axis=1)
-        room_R = np.maximum(self.limit_S[slot_R] - length_R - 1, 0)
-        new_R = np.minimum(accepted_R + 1, room_R) * (self.row_samples[:rows] > 0) * (live_R > 0)
-        new_RQ = offset_Q < new_R[:, None]
-        place_RQ = slot_R[:, None] * self.ring + (length_R[:, None] + 1 + offset_Q) % self.ring
-        self.tokens_SL.reshape(-1)[place_RQ[new_RQ]] = token_RQ[new_RQ]
-        self.length_S[slot_R] = length_R + new_R
-        line_RC[:, 0], line_RC[:, 1], line_RC[:, 2 : 3 + depth] = new_R, accepted_R, token_RQ
-        line_RC[:, 3 + depth : 3 + 2 * depth] = drafts_RK
-        line_RC[:, 3 + 2 * depth :] = self.sure_RK[:rows, :depth].astype(np.float64).view(np.int64)
+    def _shape(self, block_size: int) -> BlockShape:
+        return BlockShape(blocks=self.table_SP.shape[1], block_size=block_size, null_slot=0)
 
 
 def spread(token_M: Integers, live_R: Integers, width: int) -> Integers:
-    """Packed tokens by row [R, Q]; what no row has is 0."""
+    """Unpack tokens by row [R, Q]; missing ones are 0."""
     if len(token_M) == len(live_R) * width:
         return token_M.reshape(-1, width)
     token_RQ = np.zeros((len(live_R), width), dtype=np.int64)
@@ -256,11 +218,11 @@ class _PackedLayout(ctypes.Structure):
 
 @cache
 def load_rounds() -> Any:
-    """The compiled functions; None where there is no compiler."""
+    """The compiled functions; None if there is no compiler."""
     loaded, _ = load_native(SOURCE)
     if loaded is None:
         return None
-    library = ctypes.PyDLL(loaded._name, handle=loaded._handle)  # calls are too short to let others run meanwhile
+    library = ctypes.PyDLL(loaded._name, handle=loaded._handle)  # calls are too short to release the interpreter's lock
     if library.round_bytes() != ctypes.sizeof(_Round) or library.layout_bytes() != ctypes.sizeof(_PackedLayout):
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_long

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Slots of all layers moved in one launch, where torch would take four for each layer.
+"""Moves KV cache slots of all layers in one launch, where torch would take four per layer.
 
 Shapes: L tensors of keys or values, G heads, C slots, K head dim, R rows, D moves of a row.
 """
@@ -10,7 +10,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-"""What is moved, by its bytes: bits, whatever they mean."""
+"""Integer types to move numbers as, by size."""
 
 
 @triton.jit
@@ -24,8 +24,9 @@ def _move_kernel(
     PADDED: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
-    """One tensor, row and head. A slot moves forward to where none of the later ones comes from, so one after the other
-    is safe: a lane reads and writes one place of the slots alone."""
+    """One tensor, row and head. No slot moves to where a later one comes from, so moving in order is safe: a lane reads
+    and writes one place of the slots only.
+    """
     row, head, k = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.arange(0, PADDED)
     address = tl.load(memory + tl.program_id(0))
     x = address.to(tl.pointer_type(ELEMENT))
@@ -37,7 +38,7 @@ def _move_kernel(
 
 
 def move_slots_by_triton(memory_L: Tensor, like_GCK: Tensor, from_M: Tensor, to_M: Tensor, rows: int) -> None:
-    """Move slots in tensors alike, whose addresses are given: D of each row, each behind where it goes to."""
+    """Move slots in tensors of equal shape, given by address: D of each row, each towards the front."""
     heads, _, size = like_GCK.shape
     _move_kernel[len(memory_L), rows, heads](
         memory_L,
@@ -53,5 +54,5 @@ def move_slots_by_triton(memory_L: Tensor, like_GCK: Tensor, from_M: Tensor, to_
 
 
 def addresses(tensors: list[Tensor]) -> Tensor:
-    """Of their memory, on their device."""
+    """Addresses of tensors, on their device."""
     return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64).to(tensors[0].device)

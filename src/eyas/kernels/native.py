@@ -1,11 +1,11 @@
-"""C compiled for this very processor at first use, running on threads of its own.
+"""Compiles C for this CPU at first use, with a shared thread pool.
 
-A wheel that carries machine code serves either every processor slowly or one of them well; a C compiler on the user's
-machine does better in two seconds, once. Where there is none, the caller learns why and goes on with torch.
+Machine code in a wheel would serve either every CPU slowly or one of them well; compiling on the user's machine takes
+two seconds, once, and is faster. Without a compiler the caller learns why and uses torch.
 
-All libraries made here share one pool of threads (`threads.c`): it is loaded first, and their calls are bound to it.
-Invariants: a library in the cache was made from this source by this compiler for this processor and is whole, or it is
-made anew; nothing here raises, whatever is missing comes back as a sentence.
+All libraries share one thread pool (`threads.c`), which is loaded first. Invariants: a cached library was made from
+this source by this compiler for this CPU and is complete, or it is made again; nothing here raises, and whatever is
+missing is returned as a sentence.
 """
 
 import ctypes
@@ -28,27 +28,27 @@ from eyas.checksum import sha256_of
 from eyas.errors import UserError
 
 THREADS = Path(__file__).with_name("threads.c")
-"""The pool that all others share."""
+"""The shared thread pool."""
 LIBRARY = "library.so"
 CHECKSUM = "library.sha256"
-# Contracted, a product and a sum round once: in every loop alike, whatever the compiler's default. Scheduling before
-# registers are given out moves loads up until the sums no longer fit into registers.
+# Fused multiply-add rounds once, in every loop alike, whatever the compiler's default. Scheduling before register
+# allocation would move loads up until the sums no longer fit into registers.
 FLAGS = ["-O3", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-schedule-insns"]
-# x86 compilers hold back from AVX-512 by default and would split each of its vectors in two. GCC also holds back from
-# contracting sums of a single chain on some of them: then a row alone would round otherwise than one among others.
+# x86 compilers avoid AVX-512 by default and would split each of its vectors in two. On some CPUs GCC also avoids
+# fusing single chains of sums: then a row alone would be rounded differently than among others.
 FLAGS_OF_ARM = ["-mcpu=native"]
 FLAGS_OF_X86 = ["-march=native", "-mprefer-vector-width=512", "--param=avoid-fma-max-bits=0"]
 COMPILE_SECONDS = 60
 
 
 class _UnavailableError(Exception):
-    """Why there is no native code here; never leaves this module."""
+    """Why there is no native code; never leaves this module."""
 
 
 def load_native(
     source: Path, *, cache: Path | None = None, defines: Sequence[str] = ()
 ) -> tuple[ctypes.CDLL | None, str]:
-    """Return the compiled `source` and who compiled it, or None and the reason why there is none."""
+    """Return the compiled `source` and its compiler, or None and the reason why there is none."""
     folder = (cache or user_cache_path("eyas")) / "native"
     reasons = []
     try:
@@ -70,7 +70,7 @@ def _load(
 ) -> ctypes.CDLL:
     flags = FLAGS + (FLAGS_OF_ARM if platform.machine() == "aarch64" else FLAGS_OF_X86)
     flags += [f"-D{name}" for name in defines]
-    # A header beside it or above it may be a part of it.
+    # Headers beside the source or above it may be part of it.
     parts = [source, *sorted(source.parent.glob("*.h")), *sorted(source.parent.parent.glob("*.h"))]
     identity = [part.read_text() for part in parts]
     identity += [*flags, *compiler, _version(compiler), platform.machine(), _processor()]
@@ -78,7 +78,7 @@ def _load(
     made = folder / f"{source.stem}-{key}"
     if not _is_whole(made):
         folder.mkdir(parents=True, exist_ok=True)
-        # Processes that start together: the second waits and finds the library.
+        # Of processes that start together, the second waits and finds the library.
         with FileLock(folder / f".{made.name}.lock"):
             if not _is_whole(made):
                 with new_folder(made, replace=True) as staging:
@@ -95,7 +95,7 @@ def _compile(source: Path, compiler: list[str], flags: list[str], folder: Path) 
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the library is as it was written; loading a torn one would kill the process."""
+    """Whether the library matches its checksum; loading a damaged one would kill the process."""
     try:
         return sha256_of(folder / LIBRARY) == (folder / CHECKSUM).read_text()
     except (OSError, UserError, ValueError):
@@ -103,7 +103,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _compilers() -> Iterator[list[str]]:
-    """The commands to try; `cc` is often one of the others under a second name."""
+    """Commands to try; `cc` is often another name of one of the others."""
     seen = set()
     for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
         words = shlex.split(command)
@@ -128,7 +128,7 @@ def _call(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What tells this processor from another one: a cache may be shared by machines that differ."""
+    """Identifies the CPU: machines that differ may share a cache."""
     telling = re.compile(r"(vendor_id|cpu family|model|stepping|flags|CPU \w+|Features)\b")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if telling.match(line)}))

@@ -1,27 +1,27 @@
-"""Chance as a function: the noise of a token depends on (seed, position, token id) and on nothing else.
+"""Noise as a function: the noise of a token depends on (seed, position, token id) and nothing else.
 
-The engine chooses token v at a position as the winner of a race: runner v needs the time E(v) / p(v), with E(v)
-exponential, and the first to arrive is v with probability p(v). Because E is computed from a counter instead of drawn
-from a stream, it does not matter who asks, in which batch, how often or in which order: the drafter can race with its
-own q against the very noise that the target will race with later, and a request repeats by its seed.
+The engine samples by an exponential race (Gumbel-max): token v takes the time E(v) / p(v), with E(v) exponential, and
+the first to arrive is v with probability p(v). E is computed from a counter instead of drawn from a stream, so it does
+not matter who asks, in which batch, how often or in which order: the drafter can race with its own q against the very
+noise that the target will use later, and a request is reproducible by its seed.
 
     key   = mix(mix(seed + G) + position G)      per row
     bits  = mix(key + token G)                   per row and token
     w     = (2 b + 1) / 2^53,  b the low 52 bits of bits
     E     = -log(1 - w)
 
-`mix` is the finaliser of SplitMix64 (Steele, Lea and Flood 2014), a bijection in which each bit of the input turns
-every bit of the output with probability about 1/2, and G the odd integer nearest to 2^64 / golden ratio. Seed,
-position and token pass through three, two and one of them, so seed + 1 is nothing like position + 1.
+`mix` is the finaliser of SplitMix64 (Steele, Lea and Flood 2014), a bijection in which each bit of the input flips
+every bit of the output with probability about 1/2, and G the odd integer nearest to 2^64 / golden ratio. Seed, position
+and token pass through three, two and one of them, so seed + 1 is nothing like position + 1.
 
-How fine the noise must be: a token of probability p wins with an E of about p, so small E must be told apart. With the
-24 bits of a float32 uniform, one of V = 150,000 runners has the smallest value in one position of a hundred, and then
-it wins however unlikely it is. With 52 bits that is once in 2^34 positions. Time itself may be rounded: float32 keeps
-E to a relative 2^-24, the precision of p. So w is exact in float64, its logarithm is taken there, and E is float32.
-The integers and w are the same bits on every device. Logarithms may differ in the last bit of float64; rounded to
-float32 that shows about once in 2^29 values, in the last place, and p itself differs more from device to device.
+Resolution: a token of probability p wins with an E of about p, so small E must be distinct. With the 24 bits of a
+float32 uniform, one of V = 150,000 tokens has the smallest value in one position of a hundred, and then it wins however
+unlikely it is. With 52 bits that is once in 2^34 positions. E itself may be rounded: float32 keeps it to a relative
+2^-24, the precision of p. So w is exact in float64, its logarithm is taken there, and E is float32. The integers and w
+are the same bits on every device. Logarithms may differ in the last bit of float64; rounded to float32 that shows about
+once in 2^29 values, in the last place, and p itself differs more between devices.
 
-Shapes: N rows, W tokens of the (draft) vocabulary, K those of positive probability, L a short list, S winners.
+Shapes: N rows, W tokens of the (draft) vocabulary, K those of positive probability, L a shortlist, S winners.
 """
 
 import torch
@@ -38,10 +38,10 @@ _SHORTLIST = 16
 
 
 def uniform(seed_N: Tensor, position_N: Tensor, token_W: Tensor) -> Tensor:
-    """The number w [N, W] in the open interval (0, 1), float64. Tokens are [W], or [N, W] for other ones per row."""
+    """w [N, W] in the open interval (0, 1), float64. Tokens are [W], or [N, W] if they differ between rows."""
     key_N = _mix(_mix(seed_N + _GOLDEN) + position_N * _GOLDEN)
     bits_NW = _mix(key_N[:, None] + token_W * _GOLDEN)
-    # With the exponent of 1.0 above them, 52 bits are the float64 1 + b / 2^52: a conversion without arithmetic. Less
+    # With the exponent of 1.0 above them, 52 bits are the float64 1 + b / 2^52: a conversion without arithmetic. Minus
     # the largest number below 1 this is (2 b + 1) / 2^53, exactly, and so is 1 - w.
     return bits_NW.bitwise_and_(_LOW_52).bitwise_or_(_ONE).view(torch.float64).sub_(1 - 2**-53)
 
@@ -52,9 +52,9 @@ def exponential(seed_N: Tensor, position_N: Tensor, token_W: Tensor) -> Tensor:
 
 
 def race(p_NW: Tensor, seed_N: Tensor, position_N: Tensor, token_W: Tensor, *, width: int = 1) -> Tensor:
-    """Where in W the first `width` by p / E stand [N, width], the winner first.
+    """The first `width` indices in W by p / E [N, width], the winner first.
 
-    On the CPU, where a logarithm is dear and asking the device is free, only tokens that can win are timed.
+    On a CPU, where a logarithm is expensive and reading data is free, only tokens that can win are computed.
     """
     if p_NW.device.type != "cpu":
         return _first(p_NW / exponential(seed_N, position_N, token_W), width)
@@ -68,7 +68,7 @@ def race(p_NW: Tensor, seed_N: Tensor, position_N: Tensor, token_W: Tensor, *, w
 def first(
     p_NV: Tensor, logits_NV: Tensor, greedy_N: Tensor, seed_N: Tensor, position_N: Tensor, token_V: Tensor
 ) -> Tensor:
-    """Winners [N] without a question to the device: the first by p / E, or where `greedy` is not 0 the largest logit.
+    """Winners [N] without host synchronisation: the first by p / E, or the largest logit where `greedy` is not 0.
 
     Both tables are float32.
     """
@@ -113,7 +113,7 @@ def _raced(
     token_V: Tensor,
     width: int,
 ) -> Tensor:
-    """`first_many` where asking is free: only those that can win are timed."""
+    """`first_many` where reading data is free: only tokens that can win are computed."""
     is_greedy_N1 = greedy_N[:, None] > 0
     if bool(is_greedy_N1.all()):
         return _first(logits_NV, width)
@@ -122,10 +122,10 @@ def _raced(
 
 
 def _first_of_many(p_NW: Tensor, w_NW: Tensor, width: int) -> Tensor:
-    """The race of a whole vocabulary, with the logarithms of a short list.
+    """The race of a whole vocabulary, with the logarithms of a shortlist.
 
-    E = w + w^2 / 2 + ..., so p / w bounds p / E from above, tightly where w is small. Few bounds can therefore lie
-    above the winner's p / E. Should they fill the list, that shows, and everyone is timed.
+    E = w + w^2 / 2 + ..., so p / w bounds p / E from above, tightly where w is small. So few bounds are above the
+    winner's p / E. If they fill the list, all tokens are computed.
     """
     listed = min(_SHORTLIST + 2 * width, p_NW.shape[-1])
     bound_NL, index_NL = (p_NW / w_NW.to(p_NW.dtype)).topk(listed, dim=-1)
@@ -153,5 +153,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor, shift: int) -> Tensor:
-    # The shift of int64 drags the sign along; the mask takes it off again.
+    # An int64 shift copies the sign; the mask removes it.
     return x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1))

@@ -1,7 +1,7 @@
-"""Top-p for rows that differ in it: the smallest sets of most likely tokens that reach each row's top_p.
+"""Top-p for rows with different values: the smallest sets of most likely tokens that reach each row's top_p.
 
-It is the cut of `sampling.probabilities`. Probabilities are summed in float64, where sums of float32 are exact but for
-tails that weigh nothing; so the order of summation, which differs from device to device, does not show.
+The same cut as in `tests/oracle/shaping.py`. Probabilities are summed in float64, where float32 sums are exact except
+for negligible tails; so the order of summation, which differs between devices, does not show.
 
 Shapes: N rows, V vocabulary.
 """
@@ -13,9 +13,9 @@ from eyas.kernels.attention.choose import has_triton
 
 
 def nucleus(p_NV: Tensor, top_p_N1: Tensor) -> Tensor:
-    """What each row keeps, divided by its sum. A top_p above 1 leaves the row as it is. float32.
+    """The kept probabilities of each row, normalised, float32. A top_p above 1 leaves the row as it is.
 
-    Among equals, those of smaller ids go first. Nothing here asks the device.
+    Among equals, smaller ids come first. There is no host synchronisation on a GPU.
     """
     if p_NV.is_cuda and has_triton():
         from eyas.kernels.nucleus_triton import nucleus_by_triton  # torch for CPUs comes without triton
@@ -31,16 +31,16 @@ def nucleus(p_NV: Tensor, top_p_N1: Tensor) -> Tensor:
 
 
 def _likeliest(p_NV: Tensor, top_p_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order and where they stand, as many as can be in a nucleus: mostly few.
+    """Probabilities in descending order with their ids, as many as can be in a nucleus: mostly few.
 
-    If what is strictly above the k-th probability reaches top_p, nobody else is in it.
+    If what is strictly above the k-th probability reaches top_p, no others are in it.
     """
     for k in (64, 512, 4096):
         if k > p_NV.shape[-1] // 4:
             break
         p_NK, index_NK = p_NV.topk(k, dim=-1)
         above_N1 = p_NK.masked_fill(p_NK == p_NK[:, -1:], 0.0).sum(dim=-1, keepdim=True)
-        if bool((above_N1 > top_p_N1 + 1e-6).all()):  # sums of one order and another differ by less than this
+        if bool((above_N1 > top_p_N1 + 1e-6).all()):  # sums in different orders differ by less than this
             index_NK = index_NK.sort(dim=-1).values
             p_NK, order_NK = p_NV.gather(-1, index_NK).sort(dim=-1, descending=True, stable=True)
             return p_NK, index_NK.gather(-1, order_NK)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Top-p on a GPU without sorting: each row searches for the smallest probability that it keeps.
 
-A float32 that is not negative is ordered as its bits are. So the search is for the smallest bits above which less than
-top_p lies, and each look at the row divides the interval by eight. Of the tokens that have just this probability, the
-first few stay, as many as fit.
+Non-negative float32 numbers are ordered like their bits. So the search is for the smallest bits above which less than
+top_p lies, and each scan of the row divides the interval by eight. Of the tokens that have exactly this probability,
+the first few are kept, as many as fit.
 
 Shapes: N rows, V vocabulary.
 """
@@ -19,13 +19,13 @@ _WARPS = 16
 
 @triton.jit
 def _mass(p, bits, pivot):
-    """What lies above a pivot, line by line."""
+    """Sum the mass above a pivot, line by line."""
     return tl.sum(tl.where(bits > pivot, p, 0.0).to(tl.float64), axis=1)
 
 
 @triton.jit
 def _nucleus_kernel(p, top_p, output, SIZE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
-    """One row."""
+    """Search the threshold of one row."""
     row = tl.program_id(0).to(tl.int64)
     p += row * SIZE
     output += row * SIZE
@@ -71,7 +71,7 @@ def _nucleus_kernel(p, top_p, output, SIZE: tl.constexpr, LINES: tl.constexpr, L
             equals += tl.sum((value.to(tl.int32, bitcast=True) == high).to(tl.int32), axis=1)
         count = tl.sum(equals, axis=0)
         last = high.to(tl.float32, bitcast=True)
-        # The first of the equals stays; how many do?
+        # The first of the equals are kept; this counts them.
         kept, gone = tl.full((), 1, tl.int32), count + 1
         while gone - kept > 1:
             middle = (kept + gone) // 2
@@ -96,7 +96,7 @@ def _nucleus_kernel(p, top_p, output, SIZE: tl.constexpr, LINES: tl.constexpr, L
 
 @triton.jit
 def _narrow(mass, pivot, low, high, above, most):
-    """The interval, given what lies above a pivot in it. Pivots come from the largest to the smallest."""
+    """Narrow the interval by the mass above a pivot. Pivots come in descending order."""
     less = mass.to(tl.float32) < most
     low = tl.where(less, low, tl.maximum(low, pivot))
     return low, tl.where(less, pivot, high), tl.where(less, mass, above)

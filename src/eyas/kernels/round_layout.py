@@ -1,62 +1,24 @@
-"""Where the tokens of a round's passes come from and go to, from the numbers of `RoundTensors` alone.
+"""Lays out the passes of a round on the device, from `RoundTensors` alone.
 
-Nothing here looks at a number on the host and no shape depends on one, so it can be captured in a CUDA graph.
+Nothing here reads device data on the host and no shape depends on it, so it can be captured in a CUDA graph.
 
-Rows of nobody's slot, requests that have come to their limit, and tokens behind a row's live ones are written to the
-null slot and to nobody's ring. What is computed at their places means nothing.
+Rows of the padding slot, requests at their limit, and tokens after a row's live ones are written to the null slot and
+to the padding slot's ring. Their results are meaningless.
 
 Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, C states of a row that are read, N tokens of a pass, P blocks of a
 row.
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata
-from eyas.kernels.round_tensors import RoundTensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """What a layout must know of the memory of keys and values."""
-
-    blocks: int
-    """Of a row at most, P."""
-    block_size: int
-    null_slot: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class VerifyLayout:
-    """The target over the newest token of each row and its drafts."""
-
-    tokens: AttentionMetadata
-    ids_N: Tensor
-    place_N: Tensor
-    """Where their states go in the ring of all slots."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DraftLayout:
-    """The drafter over the states that wait for it, and over its own drafts."""
-
-    tokens: AttentionMetadata
-    ids_N: Tensor
-    """The token behind each state."""
-    place_N: Tensor
-    """Where states lie in the ring of all slots."""
-    last_R: Tensor
-    """The last live one of each row among the N."""
-    deeper: Sequence[AttentionMetadata] = ()
-    """One token of each row, for every draft behind the first."""
+from eyas.kernels.round_tensors import BlockShape, DraftLayout, RoundTensors, VerifyLayout
 
 
 class Rows:
-    """Where the requests of a pass stand when it begins."""
+    """The state of a pass's requests when it begins."""
 
     def __init__(self, state: RoundTensors, rows: int, shape: BlockShape) -> None:
         self.state, self.shape = state, shape
@@ -64,7 +26,7 @@ class Rows:
         self.length_R = state.length_S[slot_R]
         self.table_RP = state.table_SP[:, : shape.blocks].index_select(0, slot_R).int()
         self.room_R = (state.limit_S[slot_R] - self.length_R - 1).clamp(min=0)
-        """Tokens that may still be chosen."""
+        """Tokens that may still be generated."""
 
     def chains(self, base_R: Tensor, live_R: Tensor, count: int) -> AttentionMetadata:
         """Chains of `count` tokens from base_R on, the first live_R of which are real."""
@@ -75,14 +37,14 @@ class Rows:
         )
 
     def in_ring(self, position_RQ: Tensor, live_RQ: Tensor | None = None) -> Tensor:
-        """Where positions lie in a ring of all slots; what is not live lies with nobody."""
+        """Places of positions in the ring of all slots; dead ones go to the padding slot."""
         ring = self.state.ring
         place_RQ = self.slot_R[:, None] * ring + position_RQ % ring
         return place_RQ if live_RQ is None else torch.where(live_RQ, place_RQ, self.state.nobody * ring)
 
 
 def lay_out_verify(state: RoundTensors, shape: BlockShape, *, rows: int, depth: int) -> VerifyLayout:
-    """The newest token of each row and its drafts, as many as `depth_R` says."""
+    """Lay out the newest token of each row and its drafts, as many as `depth_R` says."""
     if state.length_S.is_cuda and has_triton():
         from eyas.kernels.round_layout_triton import lay_out_verify_by_triton  # torch for CPUs comes without triton
 
@@ -102,10 +64,10 @@ def lay_out_verify(state: RoundTensors, shape: BlockShape, *, rows: int, depth: 
 def lay_out_draft(
     state: RoundTensors, shape: BlockShape, *, rows: int, reads: int, depth: int, kept: int = 0
 ) -> DraftLayout:
-    """The states that wait for the drafter, up to `reads` of each row, and up to `depth` drafts behind them.
+    """Lay out the states that wait for the drafter, up to `reads` of each row, and up to `depth` drafts after them.
 
-    The last `kept` of them go on waiting; nothing can be drafted then. The state is left as it will be when all of this
-    has run: how deep rows are drafted for in `depth_R`, what has been read in `drafted_S`.
+    The last `kept` of them keep waiting; nothing can be drafted then. The state is updated as if all of this had run:
+    drafts per row in `depth_R`, states read in `drafted_S`.
     """
     assert not (kept and depth)
     if state.length_S.is_cuda and has_triton():

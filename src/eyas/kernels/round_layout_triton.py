@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""`round_layout.py` on a GPU: one launch for a pass, and one for all passes of a draft.
+"""`round_layout.py` on a GPU: one launch for a verify pass, and one for all passes of a draft.
 
-Block tables are copied as far as the pass may look: what lies behind is left undefined.
+Block tables are copied as far as the pass may look; entries after that are undefined.
 
 Shapes: R rows, Q tokens of a row, K drafts, C states of a row that are read, N tokens of a pass, P blocks of a row.
 """
@@ -12,15 +12,14 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.metadata import AttentionMetadata, BlockTables
-from eyas.kernels.round_layout import BlockShape, DraftLayout, VerifyLayout
-from eyas.kernels.round_tensors import RoundTensors
+from eyas.kernels.round_tensors import BlockShape, DraftLayout, RoundTensors, VerifyLayout
 
 _BLOCKS_AT_ONCE = 1024
 
 
 @triton.jit
 def copy_table(table, slot, row, end, copied, table_stride, BLOCKS, BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The program's share of a row's blocks, those of the slots before `end`."""
+    """Copy the program's share of a row's blocks, those of the slots before `end`."""
     block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     used = (block < BLOCKS) & (block * BLOCK_SIZE < end)
     tl.store(copied + row * BLOCKS + block, tl.load(table + slot * table_stride + block, mask=used).to(tl.int32), used)
@@ -28,7 +27,7 @@ def copy_table(table, slot, row, end, copied, table_stride, BLOCKS, BLOCK_SIZE: 
 
 @triton.jit
 def place_in_cache(table, slot, at, live, table_stride, null_slot, BLOCKS, BLOCK_SIZE: tl.constexpr):
-    """Where slots `at` of a request are written, those that are live."""
+    """Places of live slots `at` in the cache."""
     block = tl.load(table + slot * table_stride + tl.minimum(at // BLOCK_SIZE, BLOCKS - 1), mask=live, other=0)
     return tl.where(live, block * BLOCK_SIZE + at % BLOCK_SIZE, null_slot)
 
@@ -61,7 +60,7 @@ def _verify_kernel(
     BLOCK_SIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One row; programs behind its first only copy blocks."""
+    """Lay out one row; programs other than its first only copy blocks."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     length = tl.load(length_of + slot)
@@ -134,7 +133,7 @@ def _draft_kernel(
     BLOCK_SIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One row; programs behind its first only copy blocks."""
+    """Lay out one row; programs other than its first only copy blocks."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     length = tl.load(length_of + slot)
@@ -168,7 +167,7 @@ def _draft_kernel(
     if DEPTH > 1:
         tl.store(deep_start_of + row, row.to(tl.int32))
         tl.store(deep_start_of + row + 1, (row + 1).to(tl.int32))
-        # Draft number at + 1 is made from the one before it, which stands at length + at and is written a slot earlier.
+        # Draft number at + 1 is computed from the one before it, at position length + at, written one slot earlier.
         at = 1 + tl.arange(0, DEPTH_PADDED)
         real, lives = at < DEPTH, limit > at
         to = (at - 1) * deep_stride + row
@@ -278,7 +277,7 @@ def lay_out_draft_by_triton(
     table_RP, grid = _table(state, rows, shape)
     chains, device = _Chains(table_RP, reads, shape), table_RP.device
     last_R = torch.empty(rows, dtype=torch.int64, device=device)
-    # A depth begins where kernels find 16 bytes aligned, or they are compiled once more for those that are not.
+    # Depths are aligned to 16 bytes, or kernels would be compiled once more for unaligned ones.
     deep, stride = max(0, depth - 1), -(-rows // 4) * 4
     bases, ends = (torch.empty(deep, stride, dtype=torch.int32, device=device) for _ in range(2))
     positions, mappings = (torch.empty(deep, stride, dtype=torch.int64, device=device) for _ in range(2))

@@ -1,13 +1,13 @@
-"""Drafts that the host has looked up, put where they belong: it may have been a step behind when it did.
+"""Places drafts that the host has looked up, although it may have been a step behind.
 
-The host says of a row how many tokens it knew of the request, and which it expects behind them. Meanwhile the step
-before may have given the request one token or many. If those are the expected ones, what is expected behind them is
-drafted; if not, nothing is, or what a drafter has drafted stands.
+For each row the host sends how many tokens of the request it knew, and which it expects after them. Meanwhile the
+previous step may have added one token or many. If those are the expected ones, the rest of the expected tokens become
+drafts; if not, the offer is void, and a drafter's own drafts stay.
 
-A drafter may have drafted less deep than the pass verifies. Of some rows the drafter is to confirm what is expected:
-where its drafts are the same, as far as it has any, what is expected goes on behind them; else they stand alone.
+A drafter may have drafted less deep than the pass verifies. Some rows need the drafter to confirm what is expected: if
+its drafts are the same, as far as they go, the expected tokens continue them; otherwise they stay alone.
 
-Nothing here looks at a number on the host and no shape depends on one, so it can be captured in a CUDA graph.
+Nothing here reads device data on the host and no shape depends on it, so it can be captured in a CUDA graph.
 
 Shapes: R rows, K drafts of a row, C expected tokens.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 from eyas.kernels.round_tensors import RoundTensors
 
 LOOKED_UP = 2.0
-"""How sure the drafter was of drafts that are not its own: more than it can be."""
+"""The confidence of looked-up drafts: higher than a drafter's can be."""
 
 
 def place_offers(state: RoundTensors, *, rows: int, depth: int, own_depth: int) -> Tensor:
-    """Leave drafts and how deep each row is drafted for in the state; a drafter's `own_depth` where an offer is void.
+    """Fill in drafts and each row's number of drafts, at most a drafter's `own_depth` where an offer is void.
 
-    Gives for each row whether its offer stands.
+    Returns for each row whether its offer holds.
     """
     offers_RC, slot_R = state.offers_RC[:rows], state.row_slot[:rows]
     known_R, count_R, confirmed_R, expected_RC = offers_RC[:, 0], offers_RC[:, 1], offers_RC[:, 2], offers_RC[:, 3:]
@@ -43,7 +43,7 @@ def place_offers(state: RoundTensors, *, rows: int, depth: int, own_depth: int) 
     same_R = ((drafts_RK == expected_RK) | (place_K >= own_R[:, None])).all(dim=1)
     goes_on_R = same_R & (own_R > 0) & (deep_R > own_R)
     stands_R = stands_R & ((confirmed_R == 0) | goes_on_R)
-    first_R = own_R * confirmed_R  # of the drafts that are not the drafter's
+    first_R = own_R * confirmed_R  # the drafter's own drafts come first
     placed_RK = stands_R[:, None] & (place_K >= first_R[:, None]) & (place_K < deep_R[:, None])
     drafts_RK.copy_(torch.where(placed_RK, expected_RK, drafts_RK))
     sure_RK.masked_fill_(placed_RK, LOOKED_UP)

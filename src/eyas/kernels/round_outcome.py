@@ -1,7 +1,7 @@
-"""What comes of a round: drafts that equal the target's own tokens are accepted, and the requests move on.
+"""The outcome of a round: drafts that equal the target's own tokens are accepted, and the requests advance.
 
-The law may give way to a coin, to measure at an acceptance of one's choice: it is a hash of slot, length and draft, so
-it falls anew in every round, and the host does not know how. Everything else is done as ever.
+To measure at a chosen acceptance rate, a coin may replace that rule: a hash of slot, length and depth, so that it is
+tossed anew in every round and unknown to the host. Nothing else changes.
 
 Shapes: R rows, K drafts of a row, Q = 1 + K its tokens, N = R * Q, V vocabulary.
 """
@@ -15,7 +15,7 @@ from eyas.kernels.round_tensors import RoundTensors
 
 
 def accepted_drafts(token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor) -> Tensor:
-    """How many leading drafts, of the first depth_R, are the target's own tokens [R]."""
+    """The number of leading drafts, of the first depth_R, that are the target's own tokens [R]."""
     depth = drafts_RK.shape[1]
     real_RK = torch.arange(depth, device=depth_R.device) < depth_R[:, None]
     return ((token_RQ[:, :depth] == drafts_RK) & real_RK).cumprod(dim=-1).sum(dim=-1)
@@ -30,11 +30,11 @@ def settle(
     token_RQ: Tensor | None = None,
     chance: Tensor | None = None,
 ) -> Tensor:
-    """Move the rows on by the target's tokens: those of the largest logits, or those given.
+    """Advance the rows by the target's tokens: those of the largest logits, or those given.
 
-    Gives a line of each: counts of new tokens and of accepted drafts, Q tokens, K drafts, and how sure the drafter was
-    of each as the bits of float64. An answer that comes to its limit gets fewer tokens than were accepted, and a row
-    that does not sample none. With a chance, one float64, each draft is accepted by a coin instead.
+    Returns a line per row: numbers of new tokens and of accepted drafts, Q tokens, K drafts, and the drafter's
+    confidence in each as the bits of float64. A row at its limit gets fewer tokens than were accepted, and a row that
+    does not sample none. With `chance`, one float64, each draft is accepted by a coin instead.
     """
     assert (logits_NV is None) != (token_RQ is None)
     if state.length_S.is_cuda and has_triton():
@@ -58,7 +58,7 @@ def settle(
     room_R = (state.limit_S[slot_R] - length_R - 1).clamp(min=0)
     new_R = torch.minimum(accepted_R + 1, room_R) * state.row_samples[:rows]
     place_RQ = slot_R[:, None] * state.ring + (length_R[:, None] + 1 + offset_Q) % state.ring
-    # Behind the new ones, tokens are nobody's.
+    # Places after the new tokens go to the padding slot.
     place_RQ = torch.where(offset_Q < new_R[:, None], place_RQ, state.nobody * state.ring)
     state.tokens_SL.flatten().index_copy_(0, place_RQ.flatten(), token_RQ.flatten())
     state.length_S.index_copy_(0, slot_R, length_R + new_R)

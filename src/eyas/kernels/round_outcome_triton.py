@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""`round_outcome.py` on a GPU: one launch, or two where tokens are those of the largest logits.
+"""`round_outcome.py` on a GPU: one launch, or two if tokens come from logits.
 
 Shapes: R rows, K drafts of a row, Q = 1 + K its tokens, N = R * Q, V vocabulary, B parts of the vocabulary, C numbers
 of a line.
@@ -40,7 +40,7 @@ def _settle_kernel(
     Q_PADDED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One row."""
+    """Settle one row."""
     row, q = tl.program_id(0).to(tl.int64), tl.arange(0, Q_PADDED)
     real = q <= DEPTH
     if GREEDY:
@@ -65,7 +65,7 @@ def _settle_kernel(
             golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
             key = mix(mix(slot.to(tl.uint64) + golden) + length.to(tl.uint64) * golden)
             bits = mix(key + q.to(tl.uint64) * golden)
-            # As in `noise.py`: 52 bits behind the exponent of 1; w = x - 1 + 2^-53, exactly.
+            # As in `noise.py`: 52 bits below the exponent of 1; w = x - 1 + 2^-53, exactly.
             x = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
             taken = (x - 1.0) + 1.1102230246251565e-16 < tl.load(chance)
         else:

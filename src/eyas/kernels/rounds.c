@@ -1,5 +1,5 @@
-/* Rounds on a CPU: where live tokens of a pass come from and go to, and what comes of them. The law is that of
- * round_layout.py and round_outcome.py; nothing is padded, and logits are packed: those of live tokens row behind row.
+/* Rounds on a CPU: layouts of live tokens, and outcomes. Results are those of round_layout.py and round_outcome.py;
+ * nothing is padded, and logits are packed: those of live tokens, row after row.
  *
  * Names: R rows, Q = 1 + depth tokens of a row, N live tokens, S slots, L the ring, K most drafts of a row.
  */
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* What exact_rounds.py has the same fields of. */
+/* Structs with the same fields in exact_rounds.py. */
 struct round {
     int64_t *length, *drafted;             /* [S] */
     const int64_t *limit, *follows;        /* [S] */
@@ -20,9 +20,9 @@ struct round {
     int64_t ring, most, blocks;            /* L, K, P */
 };
 
-/* What a layout leaves, row by row and token by token. */
+/* A layout, by row and by token. */
 struct layout {
-    int64_t *row, *slot, *base, *count;         /* of each live row, its number first */
+    int64_t *row, *slot, *base, *count;         /* of each live row, its index first */
     int64_t *in_cache, *position, *id, *place;  /* of each token; place: in the ring of all slots */
     int32_t *packed;                            /* the rows as attention reads them (PackedRows), in room for all */
     int64_t width;                              /* blocks of each there */
@@ -33,14 +33,14 @@ long layout_bytes(void) { return sizeof(struct layout); }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Tokens of a row that the target verifies: none once the request has come to its limit. */
+/* Tokens of a row that the target verifies: none if the request is at its limit. */
 static int64_t live_of(const struct round *round, int64_t row, int64_t depth) {
     const int64_t slot = round->slot[row];
     if (round->limit[slot] - round->length[slot] <= 1) return 0;
     return depth ? 1 + round->depth[row] : 1;
 }
 
-/* The tokens from each row's base on, and the ids `shift` positions behind them that the ring knows. Blocks are told for
+/* The tokens from each row's base on, and the ids `shift` positions after them in the ring. Blocks are listed for
  * `ahead` more. There is room for `room` rows. */
 static void take(const struct round *round, struct layout *out, long rows, long room, long block_size, int64_t shift,
                  int64_t ahead) {
@@ -65,7 +65,7 @@ static void take(const struct round *round, struct layout *out, long rows, long 
     }
 }
 
-/* The newest token of each row and its drafts. Gives how many rows are live. */
+/* The newest token of each row and its drafts. Returns the number of live rows. */
 long lay_out_verify(const struct round *round, long rows, long depth, long block_size, struct layout *out) {
     long live_rows = 0, N = 0;
     for (long r = 0; r < rows; r++) {
@@ -81,8 +81,8 @@ long lay_out_verify(const struct round *round, long rows, long depth, long block
     return live_rows;
 }
 
-/* States that each row's drafter has not read, but for the last `kept`, beside the tokens behind them; there must be
- * room for L of each row. With a depth, how deep rows are drafted for is left behind; what has been read always is. */
+/* States that each row's drafter has not read, except the last `kept`, with the tokens after them; there must be room
+ * for L of each row. With a depth, drafts per row are written back; states read always are. */
 long lay_out_draft(const struct round *round, long rows, long depth, long kept, long block_size, struct layout *out) {
     long live_rows = 0;
     for (long r = 0; r < rows; r++) {
@@ -100,7 +100,7 @@ long lay_out_draft(const struct round *round, long rows, long depth, long kept, 
     return live_rows;
 }
 
-/* The slot of the newest draft of each of these rows, of which there are `made`; `ahead` more may follow. */
+/* The slot of draft number `made` of each of these rows; `ahead` more may follow. */
 void lay_out_next(const struct round *round, long rows, long made, long ahead, long block_size, struct layout *out) {
     for (long r = 0; r < rows; r++) {
         out->slot[r] = round->slot[out->row[r]];
@@ -109,14 +109,14 @@ void lay_out_next(const struct round *round, long rows, long made, long ahead, l
     take(round, out, rows, rows, block_size, 0, ahead);
 }
 
-/* Of all rows together. */
+/* The total over all rows. */
 long live_tokens(const struct round *round, long rows, long depth) {
     long N = 0;
     for (long r = 0; r < rows; r++) N += live_of(round, r, depth);
     return N;
 }
 
-/* Move the rows on by the target's tokens, packed or [R][Q]; line[R][3 + 3 depth] as round_outcome.settle has it. */
+/* Advance the rows by the target's tokens, packed or [R][Q]; line[R][3 + 3 depth] as in round_outcome.settle. */
 void settle(const struct round *round, long rows, long depth, const int64_t *token, int packed, int64_t *line) {
     for (long r = 0; r < rows; r++, line += 3 + 3 * depth) {
         const int64_t slot = round->slot[r], live = live_of(round, r, depth), length = round->length[slot];

@@ -1,4 +1,4 @@
-"""`suffix_index.c` in Python, for machines without a C compiler: the same answers, about a hundred times as slowly."""
+"""`suffix_index.c` in Python, for machines without a C compiler: same results, about a hundred times slower."""
 
 from array import array
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 SIZES = (16, 8, 4, 2)
 LEVELS = len(SIZES)
 MOST_LOOKS = 64
-"""Links of a chain that are followed."""
+"""The most links of a chain to follow."""
 MOST_MATCHES = 16
-"""Occurrences that have a vote."""
+"""The most occurrences that vote."""
 _WORD = 2**64 - 1
 
 
@@ -22,7 +22,6 @@ class PlainSuffixIndex:
         self._links, self._heads = ([array("i", bytes(4 * capacity)) for _ in SIZES] for _ in range(2))
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take tokens."""
         for token in tokens:
             self._tokens[self.length & self._mask] = token
             self.length += 1
@@ -39,7 +38,6 @@ class PlainSuffixIndex:
     def propose(
         self, context: Sequence[int], ahead: int, since: int, most: int
     ) -> tuple[int, list[int], list[int], list[int]]:
-        """The longest match, and up to so many tokens with their votes and voters."""
         first = max(self.length - self._capacity, since, 0)
         matches = self._matches(context, ahead, first)
         tokens, votes, voters = list[int](), list[int](), list[int]()
@@ -64,7 +62,7 @@ class PlainSuffixIndex:
         return matches[0][0] if matches else 0, tokens, votes, voters
 
     def _matches(self, context: Sequence[int], ahead: int, first: int) -> list[tuple[int, int]]:
-        """Lengths and ends of matches of one level: the longest first, of equals the newest."""
+        """Lengths and ends of matches of one level: longest first, of equals newest first."""
         for size, links, heads in zip(SIZES, self._links, self._heads, strict=True):
             if len(context) < size or size > self._capacity:
                 continue
@@ -77,7 +75,7 @@ class PlainSuffixIndex:
                 if end <= first or end >= before or len(found) == MOST_MATCHES:
                     break
                 before = end
-                # The end of a text is no match for itself, unless something is known to follow it.
+                # The end of a text does not match itself, unless something is known to follow it.
                 if self._tokens[end & self._mask] >= 0 if end < self.length else ahead > 0:
                     length = self._match_length(end, first, context)
                     if length >= size:

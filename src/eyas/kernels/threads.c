@@ -1,17 +1,17 @@
-/* A pool of threads that all kernels share: made for work of some microseconds, and for machines that do other work too.
+/* A thread pool that all kernels share: for work of some microseconds, on machines that do other work too.
  *
- * Whoever asks for work takes pieces of it, and so do the threads of the pool: many pieces at first, few at the end. A
- * thread that does not run takes nothing, and keeps nobody waiting but for what it had taken before. Threads that have
- * nothing to do look for work for SPIN nanoseconds, then they sleep; a thread that waits for the last pieces does, too.
+ * The caller takes pieces of its work, and so do the threads of the pool: many pieces at first, few at the end. A
+ * thread that is not running takes nothing, and delays the others only by pieces taken before. Idle threads look for
+ * work for SPIN nanoseconds, then sleep; so does a thread that waits for the last pieces.
  *
- * Where other processes want the processors, a thread is held up with pieces in its hands, again and again. Waiting for
- * it costs more than it does. So time that is lost by waiting is counted: where it was more than MOST_LOST of a window
- * of WINDOW nanoseconds, the next ALONE nanoseconds go without the pool; then it is tried again.
+ * If other processes want the CPUs, threads are preempted while holding pieces, again and again. Waiting for them costs
+ * more than they contribute. So time lost by waiting is counted: if it exceeds MOST_LOST of a window of WINDOW
+ * nanoseconds, the next ALONE nanoseconds do without the pool; then it is tried again.
  *
- * One thread has the pool at a time. Whoever finds it taken works alone, and so does a piece that asks for work.
+ * One thread uses the pool at a time. A caller that finds it in use works alone, and so does a piece that submits work.
  *
- * Invariant: pieces are taken by comparing and exchanging a word that holds the number of the work and of its next
- * piece. A thread that slept through the end of some work finds another number there and takes nothing of it.
+ * Invariant: pieces are taken by compare-and-exchange of a word that holds the number of the work and of its next
+ * piece. A thread that slept through the end of some work finds another number there and takes nothing.
  */
 
 #define _GNU_SOURCE
@@ -29,7 +29,7 @@
 enum {
     MOST_THREADS = 256,
     SPIN = 100 * 1000,
-    HELD_UP = 100 * 1000, /* shorter waits are for threads that run */
+    HELD_UP = 100 * 1000, /* shorter waits are for running threads */
     WINDOW = 50 * 1000 * 1000,
     ALONE = 1000 * 1000 * 1000,
     PAUSES = 32, /* between looks at the clock */
@@ -44,7 +44,7 @@ enum {
 
 #define ALIGNED __attribute__((aligned(128)))
 
-/* The work at hand; read before a piece is taken, and believed if one was. */
+/* The current work; read before a piece is taken, and valid if one was. */
 static struct {
     pieces *some;
     const void *work;
@@ -53,14 +53,14 @@ static struct {
 } job;
 
 static ALIGNED uint64_t next;   /* number of the work << 32, its next piece */
-static ALIGNED uint32_t number; /* of the work: changes when there is new work */
+static ALIGNED uint32_t number; /* of the work: changes with new work */
 static ALIGNED uint32_t done;   /* pieces of it */
 static ALIGNED int asleep;      /* threads of the pool */
-static int waits;               /* whether whoever asked sleeps until all is done */
-static int taken;               /* whether somebody has the pool */
+static int waits;               /* whether the caller sleeps until all is done */
+static int taken;               /* whether the pool is in use */
 static int made;                /* threads of the pool */
 
-/* Nanoseconds: until when nobody is asked, when the window began, what was lost in it, all that was waited. */
+/* Nanoseconds: end of working alone, start of the window, loss within it, total waiting. */
 static int64_t alone_until, window_began, lost, waited_in_all;
 
 static int64_t now(void) {
@@ -74,7 +74,7 @@ static void sleep_while(uint32_t *word, uint32_t value) {
 }
 static void wake(uint32_t *word, int threads) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, 0, 0, 0); }
 
-/* Takes pieces of this work and does them until none is left. */
+/* Take pieces of this work until none is left. */
 static void help(uint32_t of) {
     for (;;) {
         uint64_t seen = __atomic_load_n(&next, __ATOMIC_ACQUIRE);
@@ -93,7 +93,7 @@ static void help(uint32_t of) {
 }
 
 static void *worker(void *which) {
-    const long place = (long)which; /* of this thread: some work is not for all of them */
+    const long place = (long)which; /* per thread: some work limits them */
     uint32_t known = 0;
     for (;;) {
         const int64_t until = now() + SPIN;
@@ -111,7 +111,7 @@ static void *worker(void *which) {
     return 0;
 }
 
-/* Threads do not come along when a process is copied. */
+/* Threads are not copied when a process forks. */
 static void forget_threads(void) { made = taken = asleep = waits = 0; }
 
 static void make_threads(int wanted) {
@@ -119,7 +119,7 @@ static void make_threads(int wanted) {
     sigset_t all, before;
     if (!hooked) hooked = pthread_atfork(0, 0, forget_threads) == 0;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that were there before */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals go to the threads that existed before */
     while (made < wanted) {
         pthread_t thread;
         if (pthread_create(&thread, 0, worker, (void *)(long)(made + 1))) break;
@@ -130,7 +130,7 @@ static void make_threads(int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Waits until all pieces are done, and counts what that costs if it takes long. */
+/* Wait until all pieces are done, and count long waits. */
 static void wait_for_others(long count) {
     const int64_t began = now();
     for (int tries = 1; __atomic_load_n(&done, __ATOMIC_ACQUIRE) != count; tries++) {
@@ -144,7 +144,7 @@ static void wait_for_others(long count) {
     waited_in_all += waited;
     if (waited > HELD_UP) lost += waited;
     if (ended < window_began + WINDOW) return;
-    /* A window that ends late has a rest in it, of which nothing was lost: it tells nothing. */
+    /* A window that ends late includes an idle time without loss: it is discarded. */
     if (lost > MOST_LOST * (ended - window_began) && ended < window_began + 2 * WINDOW) alone_until = ended + ALONE;
     window_began = ended, lost = 0;
 }
@@ -161,7 +161,7 @@ void do_pieces(pieces *some, const void *work, long count, int threads) {
         if (alone_until) alone_until = 0, window_began = now(), lost = 0;
         if (made < threads - 1) make_threads(threads - 1);
         const uint32_t of = number + 1;
-        __atomic_store_n(&next, (uint64_t)of << 32 | UINT32_MAX, __ATOMIC_RELAXED); /* nothing, while this is written */
+        __atomic_store_n(&next, (uint64_t)of << 32 | UINT32_MAX, __ATOMIC_RELAXED); /* unused while this is written */
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         __atomic_store_n(&job.some, some, __ATOMIC_RELAXED);
         __atomic_store_n(&job.work, work, __ATOMIC_RELAXED);
@@ -177,5 +177,5 @@ void do_pieces(pieces *some, const void *work, long count, int threads) {
     __atomic_store_n(&taken, 0, __ATOMIC_RELEASE);
 }
 
-/* Nanoseconds that were spent waiting for the last pieces of some work. */
+/* Total nanoseconds of waiting for last pieces. */
 int64_t nanoseconds_waited(void) { return waited_in_all; }

@@ -1,10 +1,10 @@
-"""Trees grow: which candidates get candidates of their own, and which nodes are verified, all on the device.
+"""Grows draft trees on the device: which candidates are expanded, and which nodes are verified.
 
-The law is that of EAGLE-2 (`tests/oracle/tree_growth.py`), number for number: products in float64, equals in the order
-of their numbers.
+The rule is that of EAGLE-2 (`tests/oracle/tree_growth.py`), number for number: products in float64, equals in order of
+their numbers.
 
-Shapes: R rows, W candidates of a node, M = R or R * W nodes that have them, F candidates of a row, Q places of a row, V
-draft vocabulary.
+Shapes: R rows, W candidates of a node, M = R or R * W expanded nodes, F candidates of a row, Q places of a row, V draft
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata
-from eyas.kernels.round_layout import BlockShape, Rows
-from eyas.kernels.round_tensors import RoundTensors
+from eyas.kernels.round_layout import Rows
+from eyas.kernels.round_tensors import BlockShape, RoundTensors
 from eyas.kernels.tree_nodes import TreeNodes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GrowLayout:
-    """The drafter over the nodes that grow next, W of each row."""
+    """The drafter's pass over the nodes to expand next, W of each row."""
 
     tokens: AttentionMetadata
     ids_N: Tensor
     parent_N: Tensor
-    """Which of the nodes before them each is behind: a place among those of all rows."""
+    """The parent of each node, as an index among the previous nodes of all rows."""
 
 
 def choose_candidates(
     logits_MV: Tensor, token_V: Tensor, width: int, index_MW: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The target ids of the largest logits of each node, or of those at `index_MW`, and how likely each is [M, W]."""
+    """The target ids of each node's largest logits, or of those at `index_MW`, and their probabilities [M, W]."""
     if logits_MV.is_cuda and has_triton():
         from eyas.kernels.tree_draft_triton import choose_candidates_by_triton  # torch for CPUs comes without triton
 
@@ -54,9 +54,9 @@ def grow(
     sure_MW: Tensor,
     before: GrowLayout | None = None,
 ) -> GrowLayout | None:
-    """Take the candidates of depth `at`, and choose those that get candidates next; None where they are the last.
+    """Store the candidates of depth `at`, and choose those to expand next; None after the last depth.
 
-    Drafts of rows have as many slots as `depth_R` says. `before` is what came of the depth before.
+    Rows have `depth_R` slots for drafts. `before` is the result of the previous depth.
     """
     if state.length_S.is_cuda and has_triton():
         from eyas.kernels.tree_draft_triton import grow_by_triton, new_table  # torch for CPUs comes without triton
@@ -93,7 +93,7 @@ def grow(
     trees.grown_RE[:, now], trees.grown_sees_RE[:, now] = grown_RW, sees_RW
     who = Rows(state, rows, shape)
     live_R = torch.where(deepest_R > at, width, 0)
-    # The newest token stands at position length: the drafter's first slot behind what it has read is of depth 1.
+    # The newest token has position length: the drafter's first slot after what it has read belongs to depth 1.
     tokens = AttentionMetadata.trees(
         who.table_RP,
         who.length_R,
@@ -113,7 +113,9 @@ def grow(
 
 
 def keep(state: RoundTensors, trees: TreeNodes) -> None:
-    """Let the most confident nodes be verified. A child is never more confident than its parent, so that is a tree."""
+    """Choose the most confident nodes for verification. A child is never more confident than its parent, so they form a
+    tree.
+    """
     if state.length_S.is_cuda and has_triton():
         from eyas.kernels.tree_draft_triton import keep_by_triton  # torch for CPUs comes without triton
 
@@ -136,7 +138,7 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
     if trees.grown_RE.shape[1]:
         grown_RB = trees.grown_RE.gather(1, (group_RB - 1).clamp(min=0))
         above_RB = torch.where(group_RB > 0, place_RF.gather(1, grown_RB), 0)
-        # Behind nodes that were grown where the tree is deep enough lies a group.
+        # Expanded nodes have a group of children, where the tree is deep enough.
         same_RBE = node_RB[:, :, None] == trees.grown_RE[:, None, :]
         here_RB = 1 + same_RBE.int().argmax(dim=2)
         lives_RB = trees.path_RGW[:, :, 0].gather(1, here_RB) >= 0
@@ -150,7 +152,7 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
     trees.kept_group_RQ[:, 1:] = torch.where(live_RB, behind_RB, -1)
     trees.kept_group_RQ[:, 0] = torch.where(count_R > 0, 0, -1)
     trees.kept_count_R.copy_(count_R)
-    # A node sees itself and whom its parent sees; after as many rounds as there are depths all have heard of the root.
+    # A node sees itself and what its parent sees; after `depth` rounds the root has reached all nodes.
     sees_RQ = own_Q.expand(rows, -1)
     for _ in range(trees.depth):
         sees_RQ = own_Q | sees_RQ.gather(1, trees.kept_parent_RQ)
@@ -160,7 +162,7 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
 
 
 def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> AttentionMetadata:
-    """The target over the newest token of each row and the nodes that were kept."""
+    """Lay out the target's pass over the newest token of each row and the kept nodes."""
     if state.length_S.is_cuda and has_triton():
         from eyas.kernels.tree_draft_triton import lay_out_trees_by_triton  # torch for CPUs comes without triton
 
@@ -180,7 +182,7 @@ def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> A
 
 
 def _within(state: RoundTensors, trees: TreeNodes) -> tuple[Tensor, Tensor]:
-    """How deep the tree of each row may grow, and how many nodes it may keep: `Tree.within` of its slots."""
+    """How deep the tree of each row may grow, and how many nodes it may keep: `Tree.within` its slots."""
     slots_R = state.depth_R[: len(trees.kept_count_R)]
     deepest_R = (slots_R // trees.width + 1).clamp(max=trees.depth)
     return torch.where(slots_R > 0, deepest_R, 0), slots_R.clamp(max=trees.budget)

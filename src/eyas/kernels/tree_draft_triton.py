@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""`tree_draft.py` on a GPU: two launches choose the candidates of a depth, one lets them grow and lays out the pass
-behind it, one keeps the likeliest, one lays out their verification.
+"""`tree_draft.py` on a GPU: two launches choose the candidates of a depth, one expands them and lays out the next pass,
+one keeps the likeliest, one lays out their verification.
 
-One program works on a row. What its lanes must know of each other goes through memory, with a barrier between.
+One program handles a row. Lanes exchange data through memory, with a barrier between.
 
-Shapes: R rows, W candidates of a node, M nodes that have them, F candidates of a row, E grown nodes, B budget,
-Q = 1 + B places, D depth, T = 1 + D, V vocabulary, P parts of it or blocks of a row.
+Shapes: R rows, W candidates of a node, M expanded nodes, F candidates of a row, E grown nodes, B budget, Q = 1 + B
+places, D depth, T = 1 + D, V vocabulary, P parts of it or blocks of a row.
 """
 
 import torch
@@ -14,9 +14,8 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.metadata import AttentionMetadata, BlockTables
-from eyas.kernels.round_layout import BlockShape
 from eyas.kernels.round_layout_triton import copy_table, place_in_cache
-from eyas.kernels.round_tensors import RoundTensors
+from eyas.kernels.round_tensors import BlockShape, RoundTensors
 from eyas.kernels.tree_nodes import TreeNodes
 
 _PART = 1024
@@ -64,7 +63,7 @@ def _merge_kernel(
     PARTS_PADDED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """The largest of a row, or those chosen, and how likely they are."""
+    """The largest logits of a row, or those chosen, and their probabilities."""
     row, part, listed = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED), tl.arange(0, LISTED)
     first = tl.load(best_of + (row * PARTS + part) * WIDTH, mask=part < PARTS, other=float("-inf"))
     top = tl.max(first, axis=0)
@@ -157,7 +156,7 @@ def _grow_kernel(
     BLOCK_SIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One row; programs behind its first only copy blocks, with the first depth for all."""
+    """Expand one row's tree; programs other than its first only copy blocks, at the first depth for all depths."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     length = tl.load(length_of + slot)
@@ -168,7 +167,7 @@ def _grow_kernel(
     slots = tl.load(slots_of + row)
     deepest = tl.where(slots > 0, tl.minimum(slots // WIDTH + 1, DEPTH), 0)
 
-    # Candidates of this depth: groups from FIRST on, one behind each node that was grown last.
+    # Candidates of this depth: groups from FIRST on, one for each node that was expanded last.
     COUNT: tl.constexpr = 1 if AT == 1 else WIDTH
     FIRST: tl.constexpr = 0 if AT == 1 else 1 + (AT - 2) * WIDTH
     GROUPS: tl.constexpr = 1 + (DEPTH - 1) * WIDTH
@@ -219,7 +218,7 @@ def _grow_kernel(
 
 
 class TreeLayout:
-    """Memory for the layout of `count` nodes of each row."""
+    """Memory for the layout of `count` nodes per row."""
 
     def __init__(self, table_RP: Tensor, count: int) -> None:
         rows, device = len(table_RP), table_RP.device
@@ -231,7 +230,6 @@ class TreeLayout:
         )
 
     def metadata(self, shape: BlockShape) -> AttentionMetadata:
-        """What attention is told."""
         tables = BlockTables(
             block_table_RP=self.table_RP,
             context_lens_R=self.base_R,
@@ -261,7 +259,7 @@ def grow_by_triton(
     sure_MW: Tensor,
     table_RP: Tensor,
 ) -> TreeLayout:
-    """`tree_draft.grow`; the layout means nothing behind the last depth."""
+    """`tree_draft.grow`; after the last depth the layout is meaningless."""
     rows, width = len(trees.kept_count_R), trees.width
     layout = TreeLayout(table_RP, width)
     _grow_kernel[rows, triton.cdiv(shape.blocks, _BLOCKS_AT_ONCE) if at == 1 else 1](
@@ -325,7 +323,7 @@ def _keep_kernel(
     E_PADDED: tl.constexpr,
     Q_PADDED: tl.constexpr,
 ):
-    """One row."""
+    """Choose the nodes of one row to verify."""
     row, f, q = tl.program_id(0).to(tl.int64), tl.arange(0, F_PADDED), tl.arange(0, Q_PADDED)
     slot = tl.load(row_slot + row)
     newest = tl.load(tokens + slot * ring + tl.load(length_of + slot) % ring)
@@ -426,7 +424,7 @@ def _lay_out_kernel(
     BLOCK_SIZE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One row; programs behind its first only copy blocks."""
+    """Lay out one row; programs other than its first only copy blocks."""
     row, q = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     slot = tl.load(row_slot + row)
     length = tl.load(length_of + slot)

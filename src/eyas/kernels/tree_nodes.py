@@ -1,17 +1,17 @@
-"""The trees of the rows of a round, in memory of the device: candidates while they grow, then what is verified.
+"""The draft trees of a round, in device memory: candidates while they grow, then the nodes to verify.
 
-A tree is that of EAGLE-2 in a fixed shape. Candidates come in groups of `width`: group 0 behind
-the request's newest token, group 1 + e behind the node that was grown e-th. As many nodes of every depth but the last
-are grown as a group has candidates, so candidate r of group g has the number g * width + r in every tree, and numbers
-ascend with depths. Rows that have fewer slots grow less deep and keep fewer nodes: what is not theirs has the path -1.
+Trees are those of EAGLE-2 in a fixed shape. Candidates come in groups of `width`: group 0 after the request's newest
+token, group 1 + e after the node that was expanded e-th. At every depth but the last, `width` nodes are expanded, so
+candidate r of group g has the number g * width + r in every tree, and numbers ascend with depth. Rows with fewer slots
+grow less deep and keep fewer nodes: unused candidates have the path -1.
 
-    token, sure, path   of candidates: the token, the drafter's probability of it behind its parent, and the product of
-                        these on the way to it, where each counts for no less than any later sibling
-    grown, grown_sees   the number of each grown node, and which of the grown it sees, itself included, as bits
-    kept ...            the newest token and the nodes to verify, in the order of their numbers, `places` from 0 on:
-                        tokens, parents (places), depths, whom they see (places as bits), and the group behind them, -1
-                        where none was grown
-    kept_count          nodes to verify, the newest token not counted
+    token, sure, path   of candidates: the token, the drafter's probability of it after its parent, and the product of
+                        these along its path, where each counts for at least as much as any later sibling
+    grown, grown_sees   the number of each expanded node, and the expanded nodes that it sees, itself included, as bits
+    kept ...            the newest token and the nodes to verify, in order of their numbers, as `places` from 0 on:
+                        tokens, parents (places), depths, the places they see (bits), and the group of their children,
+                        -1 if not expanded
+    kept_count          nodes to verify, without the newest token
 
 Shapes: R rows, G groups, W their candidates, F = G * W, E grown nodes, B budget, Q = 1 + B, X concatenated auxiliary
 states.
@@ -44,13 +44,13 @@ class TreeNodes:
     kept_group_RQ: Tensor
     kept_count_R: Tensor
     states_NX: Tensor | None
-    """Of the target, at the places of all rows: N = R * Q."""
+    """Hidden states of the target, at the places of all rows: N = R * Q."""
 
     @classmethod
     def of(
         cls, rows: int, *, depth: int, width: int, budget: int, device: torch.device, states_like: Tensor | None
     ) -> "TreeNodes":
-        """Memory for trees whose budget is no more than there are candidates."""
+        """Allocate trees whose budget is at most the number of candidates."""
         groups, places = 1 + (depth - 1) * width, 1 + budget
         assert budget <= groups * width, "no more nodes than candidates"
 
@@ -77,9 +77,8 @@ class TreeNodes:
 
     @property
     def bytes(self) -> int:
-        """Memory taken."""
         return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
 
     def groups_of(self, depth: int) -> slice:
-        """The groups whose candidates have a depth, from 1 on."""
+        """The groups with candidates of a depth, from 1 on."""
         return slice(0, 1) if depth == 1 else slice(1 + (depth - 2) * self.width, 1 + (depth - 1) * self.width)

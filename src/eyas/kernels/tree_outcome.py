@@ -1,11 +1,11 @@
-"""What comes of a round of trees: the walk along the target's own tokens, and where what it met is to be moved.
+"""The outcome of a round of trees: a walk along the target's own tokens, and which slots to move.
 
 From the newest token on, the child that is the target's token is accepted, then its child, as far as there is one.
-Siblings are different tokens, so there is one at most. A coin may accept instead of the law, as in `round_outcome.py`:
-at each depth the first child, by the coin of that depth.
+Siblings are different tokens, so there is one at most. A coin may replace that rule, as in `round_outcome.py`: at each
+depth the first child, by the coin of that depth.
 
-The accepted nodes lie among those that were not, in the target's cache and among its states. They are moved to where a
-chain would have left them.
+Accepted nodes lie among rejected ones, in the target's cache and among its states. They are moved to where a chain
+would have left them.
 
 Shapes: R rows, B nodes, Q = 1 + B places, D depth, W candidates of a node, N = R * Q, V vocabulary, M moved slots.
 """
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.noise import uniform
-from eyas.kernels.round_layout import BlockShape, Rows
-from eyas.kernels.round_tensors import RoundTensors
+from eyas.kernels.round_layout import Rows
+from eyas.kernels.round_tensors import BlockShape, RoundTensors
 from eyas.kernels.tree_nodes import TreeNodes
 
 
 class TreeOutcome(NamedTuple):
-    """What came of a round, and what is left to do."""
+    """The outcome of a round, and what is left to do."""
 
     line_RC: Tensor
-    """Of each row: counts of new tokens and of accepted nodes, 1 + D tokens, how many nodes were verified and how deep
-    they go, and D * W candidates behind the accepted ones and the last: tokens, -1 where none are known, and the
-    drafter's confidence as the bits of float64."""
+    """Per row: numbers of new tokens and of accepted nodes, 1 + D tokens, number and depth of the verified nodes, and D
+    * W candidates after the accepted ones and the last: tokens, -1 if unknown, and the drafter's confidence as the bits
+    of float64."""
     path_RT: Tensor
-    """The places of the newest token and the accepted nodes, T = 1 + D; behind them again the last."""
+    """The places of the newest token and the accepted nodes, T = 1 + D; then the last one repeated."""
     ring_RT: Tensor
-    """Where their states go in the ring of all slots."""
+    """Places for their states in the ring of all slots."""
     from_M: Tensor
     to_M: Tensor
-    """Slots of the cache that are moved, M = R * D; the null slot to itself where there is nothing to move."""
+    """Cache slots to move, M = R * D; the null slot to itself where there is nothing to move."""
 
 
 def settle_trees(
@@ -47,7 +47,7 @@ def settle_trees(
     token_RQ: Tensor | None = None,
     chance: Tensor | None = None,
 ) -> TreeOutcome:
-    """Move the rows on by the target's tokens: those of the largest logits, or those given."""
+    """Advance the rows by the target's tokens: those of the largest logits, or those given."""
     assert (logits_NV is None) != (token_RQ is None)
     if state.length_S.is_cuda and has_triton():
         from eyas.kernels.tree_outcome_triton import settle_trees_by_triton  # torch for CPUs comes without triton
@@ -73,7 +73,7 @@ def settle_trees(
     taken_RQ = taken_RQ & (place_Q <= trees.kept_count_R[:, None])
     taken_RQ[:, 0] = True
     bits_R1 = (taken_RQ.long() << place_Q).sum(dim=1, keepdim=True)
-    # Accepted are those to whom everybody on the way was taken.
+    # Accepted are nodes whose ancestors are all taken.
     accepted_RQ = (trees.kept_sees_RQ & ~bits_R1 == 0) & (place_Q <= trees.kept_count_R[:, None])
     accepted_R = accepted_RQ.sum(dim=1) - 1
     path_RT = torch.where(accepted_RQ & (trees.kept_depth_RQ == offset_T[:, None, None]), place_Q, 0).amax(dim=2).T
@@ -85,7 +85,7 @@ def settle_trees(
         own_RT = torch.cat([torch.where(on_path_RT[:, 1:], next_RD, own_RT[:, :depth]), own_RT[:, depth:]], dim=1)
     new_R = torch.minimum(accepted_R + 1, room_R) * state.row_samples[:rows]
 
-    # Before the rows move on.
+    # Before the rows advance.
     ring_RT = who.in_ring(length_R[:, None] + offset_T, on_path_RT & (room_R > 0)[:, None])
     size, null_slot = shape.block_size, shape.null_slot
     moves_RD = on_path_RT[:, 1:] & (path_RT[:, 1:] != offset_T[1:])

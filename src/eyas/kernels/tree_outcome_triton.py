@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """`tree_outcome.py` on a GPU: one or two launches settle a round of trees.
 
-One program works on a row. What its lanes must know of each other goes through memory, with a barrier between.
+One program handles a row. Lanes exchange data through memory, with a barrier between.
 
 Shapes: R rows, B budget, Q = 1 + B places, D depth, T = 1 + D, V vocabulary, P parts of it.
 """
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from eyas.kernels.argmax_triton import logit_parts
 from eyas.kernels.noise_triton import mix
-from eyas.kernels.round_layout import BlockShape
 from eyas.kernels.round_layout_triton import place_in_cache
-from eyas.kernels.round_tensors import RoundTensors
+from eyas.kernels.round_tensors import BlockShape, RoundTensors
 from eyas.kernels.tree_nodes import TreeNodes
 
 _NOWHERE = tl.constexpr(2147483647)
@@ -62,7 +61,7 @@ def _settle_kernel(
     W_PADDED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One row."""
+    """Settle one row."""
     row, q = tl.program_id(0).to(tl.int64), tl.arange(0, Q_PADDED)
     real = q < PLACES
     if GREEDY:
@@ -87,17 +86,17 @@ def _settle_kernel(
         golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
         key = mix(mix(slot.to(tl.uint64) + golden) + length.to(tl.uint64) * golden)
         bits = mix(key + (depth - 1).to(tl.uint64) * golden)
-        # As in `noise.py`: 52 bits behind the exponent of 1; w = x - 1 + 2^-53, exactly.
+        # As in `noise.py`: 52 bits below the exponent of 1; w = x - 1 + 2^-53, exactly.
         x = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
         lucky = (x - 1.0) + 1.1102230246251565e-16 < tl.load(chance)
 
-    # The walk, from place to place.
+    # Walk from place to place.
     here, accepted, goes = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)
     tl.store(path_of + row * (1 + DEPTH), here)
     for d in tl.static_range(1, DEPTH + 1):
         child = node & (parent == here)
         if TOSSED:
-            # The first child, if it has luck.
+            # The first child, if the coin accepts it.
             eldest = tl.min(tl.where(child, q, Q_PADDED), axis=0)
             child = child & (q == eldest) & lucky
         else:
@@ -155,7 +154,7 @@ def settle_trees_by_triton(
     token_RQ: Tensor | None,
     chance: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `tree_outcome.TreeOutcome` has, in its order."""
+    """The fields of `tree_outcome.TreeOutcome`, in order."""
     (rows, places), device, depth, width = trees.kept_token_RQ.shape, state.row_slot.device, trees.depth, trees.width
 
     def integers(*counts: int) -> Tensor:

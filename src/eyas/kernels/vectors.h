@@ -1,4 +1,4 @@
-/* Vectors of float32 and what is computed with them lane by lane.
+/* Vectors of float32 and lane-wise functions.
  *
  * They are GCC's and Clang's own, so one source serves NEON, SSE and AVX: compile for the machine at hand.
  */
@@ -50,9 +50,9 @@ INLINE four sums(vector a, vector b, vector c, vector d) {
     return pairs(pairs(folded(a), folded(b)), pairs(folded(c), folded(d)));
 }
 
-/* e^x for x <= 0, to about one unit of the last place; 0 where it is below the normal numbers, and for -inf. */
+/* e^x for x <= 0, to about one unit of the last place; 0 below the normal numbers, and for -inf. */
 INLINE vector exponential(vector x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: added, the nearest integer stands in the lowest bits */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: added, it leaves the nearest integer in the lowest bits */
     const vector shifted = x * 1.44269504f + magic, n = shifted - magic;
     const vector r = x - n * 0.693359375f - n * -2.12194440e-4f; /* ln 2 in two parts */
     vector p = all(1.9875691500e-4f);
@@ -63,10 +63,10 @@ INLINE vector exponential(vector x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     const integers scaled = (integers)p + ((integers)shifted << 23);
-    return (vector)(scaled & ~(integers)(x < -87.0f)); /* no number stays no number */
+    return (vector)(scaled & ~(integers)(x < -87.0f)); /* NaN stays NaN */
 }
 
-/* Without the call of a library that an error number would need. */
+/* Without the library call that sets errno. */
 INLINE float square_root(float x) {
 #if defined(__aarch64__)
     return vget_lane_f32(vsqrt_f32(vdup_n_f32(x)), 0);

@@ -1,1 +1,1 @@
-"""What a target and its drafter will take and give on a machine, from configurations alone. No torch in this room."""
+"""Memory and speed of a target with its drafter, planned from configurations alone. No torch in this package."""

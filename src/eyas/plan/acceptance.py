@@ -1,11 +1,11 @@
-"""How likely drafts are accepted, as a plan is told: by position, as a length at a depth, or as measured before.
+"""How likely drafts are accepted: given by position, as a length at a depth, or as measured.
 
-S(j) is the share of rounds whose draft at position j is accepted; the length at depth k is 1 + S(1) + ... + S(k). The
-order of positions is the order of acceptance, so S never rises.
+S(j) is the share of rounds that accept the draft at position j; the length at depth k is 1 + S(1) + ... + S(k).
+Positions are accepted in order, so S never rises.
 
-Rounds of another depth start at other places: a short round leaves more of an easy stretch to the next one, so at the
-same position it is accepted more often. Where lengths at several depths were measured, each depth gets an odds ratio
-that makes its length come true; depths between and before them lie on a line with theirs, deeper ones have the last.
+Rounds of different depths start at different places: a short round leaves more of an easy stretch to the next one, so
+the same position is accepted more often. Where lengths at several depths were measured, each depth gets an odds ratio
+that reproduces its length. The log of the ratio is linear in depth up to the deepest measured one, and constant beyond.
 """
 
 import re
@@ -19,23 +19,23 @@ from operator import mul
 from eyas.errors import UserError
 
 DECLINE = 0.97
-"""Chance of a position, as a part of that of the one before it, where nothing is said about it any more."""
+"""Acceptance of a position over that of the one before it, beyond what was given."""
 DEEPEST = 16
-"""Positions that are planned for at most."""
+"""The deepest drafts that are planned for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceProfile:
-    """Chances of positions, each given that all before it were accepted."""
+    """Acceptance by position, each given that all before it were accepted."""
 
     chances: tuple[float, ...]
     lengths: Mapping[int, float] = field(default_factory=dict)
-    """What rounds of some depths measured; without, chances hold for every depth."""
+    """Measured lengths by depth; without any, `chances` hold for every depth."""
     source: str
-    """Where it comes from."""
+    """Where the numbers come from, for people."""
 
     def survivals(self, depth: int, *, like: int | None = None) -> list[float]:
-        """S(1), ..., S(depth) in rounds of that depth, or in rounds that start where those of another one do."""
+        """S(1), ..., S(depth) in rounds of this depth, or in rounds that start where those of depth `like` do."""
         return _survivals(self._extended(depth), self._shift(depth if like is None else like))
 
     def length(self, depth: int) -> float:
@@ -49,7 +49,7 @@ class AcceptanceProfile:
         return chances
 
     def _shift(self, depth: int) -> float:
-        """The log of the odds ratio at a depth."""
+        """Log of the odds ratio at a depth."""
         known = sorted(self.lengths)
         if not known:
             return 0.0
@@ -72,11 +72,11 @@ SHIPPED: Mapping[str, AcceptanceProfile] = {
         source="measured for smollm2-eagle3.1 on Spec-Bench (docs/shipped.md)",
     )
 }
-"""Of drafters that come with eyas."""
+"""Profiles of the drafters that come with eyas."""
 
 
 def usual_profile() -> AcceptanceProfile:
-    """For a drafter of which nothing is known: what vLLM's tests hold for an EAGLE-3 drafter of Llama-3.1-8B."""
+    """Profile for an unknown drafter: what vLLM's tests expect of an EAGLE-3 drafter of Llama-3.1-8B."""
     profile = read_acceptance("0.730,0.521,0.354")
     return AcceptanceProfile(
         chances=profile.chances, source="assumed: .730, .521, .354 by position, a usual EAGLE-3 drafter"
@@ -84,7 +84,7 @@ def usual_profile() -> AcceptanceProfile:
 
 
 def read_acceptance(text: str) -> AcceptanceProfile:
-    """Shares of rounds by position, as servers count them: 0.73,0.52,0.35."""
+    """Read shares of rounds by position, as servers count them: 0.73,0.52,0.35."""
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -104,7 +104,7 @@ def read_acceptance(text: str) -> AcceptanceProfile:
 
 
 def read_length(text: str) -> AcceptanceProfile:
-    """An acceptance length at a depth: 2.7@3; every position is taken to have the same chance."""
+    """Read an acceptance length at a depth, 2.7@3; all positions are assumed to be accepted equally often."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)@(\d+)", text)
     if found is None:
         raise UserError(f"--length {text!r} is no LENGTH@DEPTH such as 2.7@3")
@@ -118,7 +118,7 @@ def read_length(text: str) -> AcceptanceProfile:
 
 
 def profile_of_rounds(shares: Sequence[float], lengths: Mapping[int, float], source: str) -> AcceptanceProfile:
-    """From what a bench counted: shares by position of its deepest rounds, lengths of all depths."""
+    """Build a profile from a bench: shares by position of the deepest rounds, lengths of all depths."""
     chances = [min(0.999, max(0.001, share / before)) for share, before in zip(shares, [1.0, *shares], strict=False)]
     return AcceptanceProfile(chances=tuple(chances), lengths=lengths, source=source)
 
@@ -129,7 +129,7 @@ def _survivals(chances: Sequence[float], shift: float) -> list[float]:
 
 
 def _solve(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is zero, by halving; the nearer end where it never is."""
+    """Find the zero of a rising function by bisection; the nearer end if there is none."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0 else (low, middle)

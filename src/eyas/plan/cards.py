@@ -1,4 +1,4 @@
-"""Cards in numbers, and what of these numbers programs get.
+"""Memory, bandwidth and arithmetic of cards.
 
 Memory is what the driver reports as total, in MiB. Bandwidth and arithmetic are the makers' figures, without sparsity
 and, where a card has two, with sums kept in 32 bits. docs/plan.md names the sources.
@@ -14,13 +14,13 @@ MIB, GB, TERA = 2**20, 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A device that decodes."""
+    """A device that runs models."""
 
     name: str
     memory: int
     """Bytes."""
     bandwidth: float
-    """Bytes per second between memory and arithmetic."""
+    """Bytes per second between memory and arithmetic units."""
     flops: Mapping[str, float]
     """Operations per second by kind of arithmetic."""
     device: str = "cuda"
@@ -28,7 +28,7 @@ class Card:
     """Bytes per second from this card to others of its machine, in one direction; 0: unknown."""
 
     def speed_of(self, arithmetic: str) -> float:
-        """Operations per second; what a card has no arithmetic for is computed in 16 bits, or in what there is."""
+        """Operations per second; a kind that the card lacks is computed in 16 bits, or in the first kind it has."""
         return self.flops.get(arithmetic) or self.flops.get("bf16") or next(iter(self.flops.values()))
 
 
@@ -69,19 +69,14 @@ def find_card(
     tflops: float | None = None,
     link: float | None = None,
 ) -> Card:
-    """A card of the table, a processor (`cpu`) or another device; numbers given in GiB, GB/s and TFLOPS count first."""
-    for word, value in (
-        ("--memory", memory),
-        ("--bandwidth", bandwidth),
-        ("--tflops", tflops),
-        ("--link", link),
-    ):
+    """Look up a card, or describe one or a processor (`cpu`); given GiB, GB/s and TFLOPS override the table's."""
+    needed = {"--memory": memory, "--bandwidth": bandwidth, "--tflops": tflops}
+    for word, value in (needed | {"--link": link}).items():
         if value is not None and not 0 < value < 1e9:
             raise UserError(f"{word} is {value:g}; it must be above 0")
-    given = {"--memory": memory, "--bandwidth": bandwidth, "--tflops": tflops}
-    known = CARDS.get((name or "").lower())
-    if known is None:
-        missing = [word for word, value in given.items() if value is None]
+    card = CARDS.get((name or "").lower())
+    if card is None:
+        missing = [word for word, value in needed.items() if value is None]
         if missing:
             who = "no --gpu is named" if name is None else f"--gpu {name} is not in the table"
             raise UserError(
@@ -89,13 +84,11 @@ def find_card(
                 "(GiB, GB/s, TFLOPS)"
             )
         device = "cpu" if name == "cpu" else "cuda"
-        known = Card(name=name or "described", memory=0, bandwidth=0.0, flops={}, device=device)
-    if memory is not None:
-        known = replace(known, memory=int(memory * 2**30))
-    if bandwidth is not None:
-        known = replace(known, bandwidth=bandwidth * GB)
-    if tflops is not None:
-        known = replace(known, flops={"bf16": tflops * TERA})
-    if link is not None:
-        known = replace(known, link=link * GB)
-    return known
+        card = Card(name=name or "described", memory=0, bandwidth=0.0, flops={}, device=device)
+    return replace(
+        card,
+        memory=card.memory if memory is None else int(memory * 2**30),
+        bandwidth=card.bandwidth if bandwidth is None else bandwidth * GB,
+        flops=card.flops if tflops is None else {"bf16": tflops * TERA},
+        link=card.link if link is None else link * GB,
+    )

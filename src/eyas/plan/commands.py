@@ -1,4 +1,4 @@
-"""Lines that serve what was planned, by eyas and by vLLM, and what to know before running them."""
+"""Commands that serve a planned deployment with eyas or vLLM, and notes on what they assume."""
 
 import json
 import shlex
@@ -11,11 +11,11 @@ from eyas.target.locate import DEFAULT_TARGET
 
 DEFAULT_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 UNTRAINED = "my-drafter"
-"""What a drafter that is yet to be trained is called."""
+"""Name of a drafter that is yet to be trained."""
 
 
 def eyas_command(forecast: Forecast, target: str, drafter: str | None) -> str:
-    """`eyas serve`; how deep to draft is left to its controller, which measures what is only estimated here."""
+    """Build the `eyas serve` command; its controller measures and chooses depths itself."""
     deployment = forecast.deployment
     words = ["eyas", "serve", _model(target), "--device", deployment.card.device, *_limits(forecast)]
     if deployment.quantisation.plain:
@@ -33,13 +33,13 @@ def eyas_command(forecast: Forecast, target: str, drafter: str | None) -> str:
 
 
 def vllm_command(forecast: Forecast, target: str, drafter: str | None) -> str:
-    """`vllm serve`, which drafts at one depth for everyone: the best one for this number of users, or none."""
+    """Build the `vllm serve` command, which drafts at one depth: the best one for this number of users."""
     deployment = forecast.deployment
     words = ["vllm", "serve", DEFAULT_ON_HUB if target == DEFAULT_TARGET else _model(target), *_limits(forecast)]
     if deployment.cards > 1:
         words += ["--tensor-parallel-size", str(deployment.cards)]
     if deployment.card.device != "cpu":
-        # It takes what it is given, and measures its own working memory within that.
+        # vLLM takes all of this share, and measures its own working memory within it.
         words += ["--gpu-memory-utilization", "0.9" if forecast.needed < 0.85 * deployment.card.memory else "0.95"]
     if deployment.quantisation.plain:
         words += ["--dtype", deployment.quantisation.dtype]
@@ -55,33 +55,30 @@ def vllm_command(forecast: Forecast, target: str, drafter: str | None) -> str:
 
 
 def command_notes(forecast: Forecast, target: str) -> list[str]:
-    """What the lines take for granted."""
-    deployment, said = forecast.deployment, []
-    if _model(target) != target:
-        said.append(f"{target} is a configuration; the lines name the folder it lies in, where weights must be too")
-    if deployment.drafter is not None and deployment.drafter.assumed:
-        said.append(f"no drafter was named: {UNTRAINED} is one of the usual shape, yet to be trained (`eyas train`)")
+    """List what the commands assume."""
+    deployment, notes = forecast.deployment, []
     kept = deployment.quantisation
+    if _model(target) != target:
+        notes.append(f"{target} is a configuration; the commands name its folder, which must hold the weights too")
+    if deployment.drafter is not None and deployment.drafter.assumed:
+        notes.append(f"no drafter was named: {UNTRAINED} is one of the usual shape, yet to be trained (`eyas train`)")
     if deployment.card.device == "cpu" and not kept.plain:
-        said.append(f"the target's matrices are {kept.name}, and the drafter's take 8 bits; vLLM keeps 16")
+        notes.append(f"the target's matrices are {kept.name}, and the drafter's take 8 bits; vLLM keeps 16")
     elif kept.expert_bits is not None:
-        said.append(f"experts stay {kept.name} as they are published, other matrices take {kept.bits:g} bits")
+        notes.append(f"experts stay {kept.name} as they are published, other matrices take {kept.bits:g} bits")
     elif not kept.plain:
-        name = kept.name
-        how = "; eyas and vLLM can do that while they load" if name == "fp8" else ", by AWQ or GPTQ for instance"
+        how = "; eyas and vLLM can do that while they load" if kept.name == "fp8" else ", by AWQ or GPTQ for instance"
         how += "; eyas can do that while it loads" if kept.option == "int4" else ""
-        said.append(f"{name} needs a checkpoint that is quantised so{how}")
+        notes.append(f"{kept.name} needs a checkpoint that is quantised so{how}")
     if any(layer.window for layer in deployment.decoder.layers):
-        said.append("layers with a window are kept whole by eyas; vLLM frees what they no longer see")
+        notes.append("eyas caches every position of layers with a window; vLLM frees those outside of it")
     if deployment.decoder.latent:
-        said.append(
+        notes.append(
             "keys and values are counted as one latent, as vLLM keeps them; an engine that keeps heads needs more"
         )
     if deployment.cards > 1:
-        said.append("what cards take to sum is assumed, not measured; eyas' own engine runs on one card")
-    if deployment.decoder.note:
-        said.append(deployment.decoder.note)
-    return said
+        notes.append("times of all-reduces are assumed, not measured; eyas' own engine runs on one card")
+    return notes + ([deployment.decoder.note] if deployment.decoder.note else [])
 
 
 def _limits(forecast: Forecast) -> list[str]:
@@ -95,5 +92,5 @@ def _kv_cache(forecast: Forecast) -> list[str]:
 
 
 def _model(target: str) -> str:
-    """What servers open: of a config.json, the folder around it."""
+    """Name the model for a server: of a config.json, the folder around it."""
     return str(Path(target).parent) if target.endswith(".json") else target

@@ -1,12 +1,12 @@
-"""A target's decoder in numbers, read from config.json as it stands: weights, what a token reads, what it keeps.
+"""Shape of a target's decoder, read from config.json: weights, weights read per token, size of the KV cache.
 
-Every weight is counted, so that bytes come out as loaded ones do; the tests hold the counts against transformers' own
-models. An architecture that is not in the table is refused by name: a guess would look like an answer.
+Every weight is counted, so that bytes match those of a loaded model; tests hold the counts against transformers' own
+models. An architecture that is not in `FAMILIES` is refused by name, because a guess would look like an answer.
 
-Invariant: the numbers describe the text model, also when the checkpoint holds a vision tower around it.
+The numbers are those of the text model, also where the checkpoint has a vision tower.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.errors import UserError
@@ -15,7 +15,7 @@ from eyas.plan.families import FAMILIES, DecoderFamily, Json
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer: how many weights of each sort, and how far it looks back."""
+    """Weights of one layer, and its window."""
 
     attention: int
     """In the matrices of q, k, v and o."""
@@ -32,20 +32,20 @@ class Layer:
 
     @property
     def matrices(self) -> int:
-        """All that a quantisation makes smaller."""
+        """Weights that a quantisation makes smaller."""
         return self.attention + self.dense + self.experts * self.expert
 
     @property
     def used(self) -> int:
-        """What one token is multiplied with."""
+        """Weights that one token is multiplied with."""
         return self.attention + self.dense + self.active * self.expert
 
     def read(self, tokens: int) -> float:
-        """What a pass over so many tokens reads, when every token chooses its experts by chance."""
+        """Weights that a pass over this many tokens reads, if every token chooses its experts at random."""
         return self.attention + self.dense + self.read_experts(tokens)
 
     def read_experts(self, tokens: int) -> float:
-        """The part of it that is of experts."""
+        """Weights of experts among them."""
         if not self.experts:
             return 0
         missed = (1 - self.active / self.experts) ** tokens
@@ -54,13 +54,13 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A target."""
+    """Shape of a target."""
 
     source: str
     model_type: str
     hidden_size: int
     intermediate_size: int
-    """Of what one token passes through: with experts, of those it uses together."""
+    """Width that one token passes through: with experts, of those that it uses together."""
     vocab_size: int
     tied: bool
     """Whether the head is the embedding."""
@@ -69,17 +69,17 @@ class Decoder:
     head_dim: int
     layers: tuple[Layer, ...]
     context: int | None
-    """What it was made for, as far as it says."""
+    """The longest context that it was made for, if config.json says."""
     latent: int = 0
     """Numbers that a token keeps in one layer where all heads share them (MLA); 0: keys and values by head."""
     rotated: int = 0
-    """Those of them that carry the position."""
+    """Numbers of the latent that carry the position."""
     note: str = ""
-    """What is not counted."""
+    """Parts of the checkpoint that are not counted."""
 
     @property
     def vocabulary(self) -> int:
-        """Weights of the embedding, and as many of the head."""
+        """Weights of the embedding; the head has as many."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -89,12 +89,12 @@ class Decoder:
 
     @property
     def experts(self) -> int:
-        """Those of them that are of experts."""
+        """Weights of experts among them."""
         return sum(layer.experts * layer.expert for layer in self.layers)
 
     @property
     def others(self) -> int:
-        """Weights elsewhere: embedding, head, norms and biases; quantisations leave them as they are."""
+        """Weights of embedding, head, norms and biases, which quantisations leave as they are."""
         return self.vocabulary * (1 if self.tied else 2) + self.vectors
 
     @property
@@ -104,28 +104,22 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """All weights."""
         return self.matrices + self.others
 
     @property
     def active_parameters(self) -> int:
-        """All but the experts that a token does not use."""
+        """Weights without the experts that a token does not use."""
         return self.others + sum(layer.used for layer in self.layers)
 
-    @property
-    def kv_width(self) -> int:
-        """Numbers that a token keeps in one layer."""
-        return self.kv_width_on(1)
-
     def kv_width_on(self, cards: int) -> int:
-        """The same on each of so many cards: heads are divided as far as there are any, a latent is on all of them."""
+        """Numbers that a token keeps in one layer on each card: heads are divided down to one, a latent is whole."""
         return self.latent or 2 * -(-self.kv_heads // cards) * self.head_dim
 
     @property
     def score_width(self) -> int:
-        """Multiplications of a token with one that it looks back to, in one layer: scores, and what they weigh.
+        """Multiplications of a token with one that it attends to, in one layer, for scores and weighted values.
 
-        With a latent all heads look at all of it, and weigh all but the part that carries the position.
+        With a latent, all heads read the whole latent for scores and all but its rotated part for values.
         """
         if self.latent:
             return self.heads * (2 * self.latent - self.rotated)
@@ -133,22 +127,30 @@ class Decoder:
 
 
 def read_decoder(config: Json, source: str) -> Decoder:
-    """Read config.json; what cannot be counted is refused."""
-    text, note = _text_part(config, source)
-    kind = str(text.get("model_type"))
-    family = FAMILIES[kind]
+    """Read config.json; architectures whose weights cannot be counted are refused."""
+    inner = config.get("text_config")
+    text = {**inner} if isinstance(inner, dict) else {**config}
+    kind = text.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        raise UserError(
+            f"{source} has model_type {kind!r}, whose weights cannot be counted; known are "
+            f"{', '.join(FAMILIES)}: another one needs a row in the table of eyas/plan/families.py"
+        )
     text = {**(family.defaults or {}), **text}
     hidden, heads = _whole(text, "hidden_size", source), _whole(text, "num_attention_heads", source)
-    layers = _whole(text, "num_hidden_layers", source)
+    count = _whole(text, "num_hidden_layers", source)
     attention = _latent(text, source) if family.latent else _heads(family, text, source)
-    feed = [_feed_forward(family, text, layer, source) for layer in range(layers)]
-    vectors = family.norms * hidden + attention.vectors + _expert_biases(family, text, hidden)
-    windows = family.windows(text, layers)
-    widest = max(part["width"] for part in feed)
-    mlp_bias = 2 * widest + hidden if family.mlp_bias and text.get("mlp_bias") else 0
+    feed_forwards = [_feed_forward(family, text, layer, source) for layer in range(count)]
+    widest = max(width for _, width in feed_forwards)
+    vectors = family.norms * hidden + attention.vectors
+    if family.expert_bias:
+        vectors += int(text[family.experts] * (1 + 2 * text[family.expert_size] + hidden))
+    if family.mlp_bias and text.get("mlp_bias"):
+        vectors += 2 * widest + hidden
     return Decoder(
         source=source,
-        model_type=kind,
+        model_type=str(kind),
         hidden_size=hidden,
         intermediate_size=widest,
         vocab_size=_whole(text, "vocab_size", source),
@@ -159,37 +161,17 @@ def read_decoder(config: Json, source: str) -> Decoder:
         latent=attention.latent,
         rotated=attention.rotated,
         layers=tuple(
-            Layer(
-                attention=attention.matrices,
-                dense=part["dense"],
-                expert=part["expert"],
-                experts=part["experts"],
-                active=part["active"],
-                vectors=vectors + mlp_bias,
-                window=window,
-            )
-            for part, window in zip(feed, windows, strict=True)
+            replace(layer, attention=attention.matrices, vectors=vectors, window=window)
+            for (layer, _), window in zip(feed_forwards, family.windows(text, count), strict=True)
         ),
         context=text.get("max_position_embeddings"),
-        note=note,
+        note=f"only the text model of {config.get('model_type')} is counted" if isinstance(inner, dict) else "",
     )
-
-
-def _text_part(config: Json, source: str) -> tuple[dict[str, Any], str]:
-    inner = config.get("text_config")
-    text = {**inner} if isinstance(inner, dict) else {**config}
-    kind = text.get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(
-            f"{source} has model_type {kind!r}, whose weights cannot be counted; known are "
-            f"{', '.join(FAMILIES)}: another one needs a row in the table of eyas/plan/families.py"
-        )
-    return text, f"only the text model of {config.get('model_type')} is counted" if isinstance(inner, dict) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """Of one layer: weights, and what a token keeps."""
+    """Weights of one layer's attention, and the shape of its keys and values."""
 
     matrices: int
     vectors: int
@@ -200,7 +182,7 @@ class _Attention:
 
 
 def _heads(family: DecoderFamily, config: Json, source: str) -> _Attention:
-    """Keys and values by head."""
+    """Attention with keys and values by head."""
     hidden, heads = _whole(config, "hidden_size", source), _whole(config, "num_attention_heads", source)
     kv_heads = heads if config.get("num_key_value_heads") is None else _whole(config, "num_key_value_heads", source)
     head_dim = hidden // heads if config.get("head_dim") is None else _whole(config, "head_dim", source)
@@ -213,7 +195,7 @@ def _heads(family: DecoderFamily, config: Json, source: str) -> _Attention:
 
 
 def _latent(config: Json, source: str) -> _Attention:
-    """Queries through a narrow place, keys and values from one latent that all heads share."""
+    """Multi-head latent attention (MLA)."""
     hidden, heads = _whole(config, "hidden_size", source), _whole(config, "num_attention_heads", source)
     kept, rotated, plain, value = (
         _whole(config, key, source) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -232,28 +214,22 @@ def _latent(config: Json, source: str) -> _Attention:
     )
 
 
-def _feed_forward(family: DecoderFamily, config: Json, layer: int, source: str) -> dict[str, int]:
-    """Weights of the part behind the attention, and how wide it is for one token."""
+def _feed_forward(family: DecoderFamily, config: Json, layer: int, source: str) -> tuple[Layer, int]:
+    """Count the feed-forward part of a layer, and the width that one token passes through."""
     hidden = _whole(config, "hidden_size", source)
     experts = _whole(config, family.experts, source) if family.experts else 0
     if not experts or not family.sparse(config, layer):
         width = _whole(config, family.dense_size, source)
-        return {"dense": 3 * hidden * width, "expert": 0, "experts": 0, "active": 0, "width": width}
+        return Layer(attention=0, dense=3 * hidden * width), width
     width, active = _whole(config, family.expert_size, source), _whole(config, "num_experts_per_tok", source)
     shared = family.shared(config)
     dense = hidden * experts + 3 * hidden * shared + (hidden if shared and family.shared_gate else 0)
-    every = active * width + shared
-    return {"dense": dense, "expert": 3 * hidden * width, "experts": experts, "active": active, "width": every}
-
-
-def _expert_biases(family: DecoderFamily, config: Json, hidden: int) -> int:
-    if not family.expert_bias:
-        return 0
-    return int(config[family.experts] * (1 + 2 * config[family.expert_size] + hidden))
+    sparse = Layer(attention=0, dense=dense, expert=3 * hidden * width, experts=experts, active=active)
+    return sparse, active * width + shared
 
 
 def _whole(config: Json, key: str, source: str) -> int:
-    value = config.get(key)
+    value: Any = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
         raise UserError(f"{key} in the config.json of {source} is {value!r}; a whole number from 1 is needed: mend it")
     return value

@@ -1,8 +1,6 @@
-"""How deep to draft by batch size, for a server that takes a table instead of measuring: vLLM's
-`num_speculative_tokens_per_batch_size`.
+"""Best draft depth by batch size: vLLM's `num_speculative_tokens_per_batch_size`.
 
-The depths are those that the cost model finds best for each number of requests in a step; measured costs and counts
-enter it as they enter every plan (`eyas plan --measured`).
+For servers that take a table instead of measuring. Measured costs and acceptance enter it as they enter every plan.
 """
 
 from collections.abc import Sequence
@@ -13,14 +11,14 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.plan.expect import best_depth, expect
 from eyas.plan.forecast import Deployment
-from eyas.plan.json_file import read_json
+from eyas.plan.measured import read_json
 
 DepthTable = tuple[tuple[int, int, int], ...]
-"""First and last batch size, and the depth from one to the other; the first begins at 1 and none is left out."""
+"""Ranges of batch sizes, each with its first and last size and its depth; they start at 1 and have no gaps."""
 
 
 def depth_table(deployment: Deployment) -> DepthTable:
-    """The best depth for batch sizes up to the number of users; large ones are looked at some percent apart."""
+    """Find the best depth for batch sizes up to the number of users; large sizes are sampled every 3 %."""
     if deployment.drafter is None:
         return ((1, deployment.users, 0),)
     pair, speed, profile = deployment.pair, deployment.speed, deployment.profile
@@ -40,7 +38,7 @@ def depth_table(deployment: Deployment) -> DepthTable:
 
 
 def read_depths(path: Path) -> DepthTable:
-    """The table in the JSON that `eyas plan --out` wrote."""
+    """Read the table from the JSON that `eyas plan --out` wrote."""
     where = f"--depths {path}"
     raw = read_json(path, where, "what `eyas plan --out` wrote")
     table = raw.get("depths") if isinstance(raw, dict) else None
@@ -50,7 +48,7 @@ def read_depths(path: Path) -> DepthTable:
 
 
 def checked_table(table: Any, where: str) -> DepthTable:
-    """A table as it was given: ranges that follow each other from 1 on."""
+    """Check that ranges follow each other from 1 on."""
     rows: Sequence[Any] = table if isinstance(table, list) else ()
     following = 1
     for row in rows:

@@ -1,7 +1,7 @@
-"""What a step takes and gives, by depth and number of users: profile and roofline brought to `shapes.py`.
+"""Time and tokens of a step by depth and number of users, and the best depth.
 
-The engine's controller prices drafts with the same functions, from measured times instead of a roofline: there is one
-account of when speculation pays.
+A step of n users who draft k deep gives n (1 + S(1) + ... + S(k)) tokens in expectation, where S(j) is the share of
+rounds that accept position j. Steps follow each other, so the rate is that number over the time of a step.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 from eyas.plan.acceptance import AcceptanceProfile
 from eyas.plan.roofline import Pair, Speed
-from eyas.plan.shapes import MARGIN, Batch, Plan, plan_chains, plan_nothing
+from eyas.plan.shapes import MARGIN
+
+PORTIONS = 4
+"""`auto_speedup` adds drafts for about this share of the users at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A step of some users, each drafting so deep."""
+    """A step in which all users draft to one depth."""
 
     users: int
     depth: int
@@ -24,31 +27,27 @@ class Expected:
     tokens_per_second: float
     """Of all users together."""
     speedup: float
-    """Against plain decoding of as many users."""
+    """Over plain decoding for as many users."""
 
 
 def expect(pair: Pair, speed: Speed, profile: AcceptanceProfile, *, users: int, depth: int, context: float) -> Expected:
-    """Every user drafts at one depth, or not at all."""
-    plain = _fixed(pair, speed, profile, users=users, depth=0, context=context)
-    plan = _fixed(pair, speed, profile, users=users, depth=depth, context=context)
+    """Predict a step in which every user drafts to one depth, 0 for plain decoding."""
+    gained = sum(profile.survivals(depth)) if depth else 0.0
+    plain = pair.step_seconds(speed, rows=users, drafts=0, reads=1.0, context=context)
+    seconds = pair.step_seconds(speed, rows=users, drafts=users * depth, reads=1 + gained, context=context)
+    tokens = users + users * gained
     return Expected(
         users=users,
         depth=depth,
-        length=plan.tokens / users,
-        step_seconds=plan.seconds,
-        tokens_per_second=plan.rate,
-        speedup=plan.rate / plain.rate,
+        length=tokens / users,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        speedup=(tokens / seconds) / (users / plain),
     )
 
 
-def _fixed(pair: Pair, speed: Speed, profile: AcceptanceProfile, *, users: int, depth: int, context: float) -> Plan:
-    gained = sum(profile.survivals(depth)) if depth else 0.0
-    batch = Batch(rows=users, levels={}, survivals={}, fixed=[users] * depth or [0], fixed_tokens=users * gained)
-    return plan_nothing(batch, pair.prices(speed, rows=users, context=context, reads=1 + gained))
-
-
 def best_depth(expected: Sequence[Expected]) -> Expected:
-    """The depth of most tokens per second; none unless drafts promise what the engine's margin asks for."""
+    """Choose the depth with the most tokens per second; plain decoding unless drafts gain the engine's margin."""
     best = max(expected, key=lambda one: one.tokens_per_second)
     return best if best.speedup > MARGIN else next(one for one in expected if one.depth == 0)
 
@@ -56,17 +55,21 @@ def best_depth(expected: Sequence[Expected]) -> Expected:
 def auto_speedup(
     pair: Pair, speed: Speed, profile: AcceptanceProfile, *, users: int, deepest: int, like: int, context: float
 ) -> float:
-    """The speedup of the engine's own choice, which may differ between users of one step; 1 is plain.
+    """Speedup when some users of a step may draft one token deeper than others; 1 if plain decoding is best.
 
-    Rounds are taken to start where those of depth `like` do.
+    Rounds are assumed to start where those of depth `like` do.
     """
-    batch = Batch(
-        rows=users,
-        levels={0: users},
-        survivals={0: profile.survivals(deepest, like=like)},
-        fixed=[0] * deepest,
-        fixed_tokens=0.0,
-    )
-    prices = pair.prices(speed, rows=users, context=context, reads=profile.length(like))
-    gain = plan_chains(batch, prices).rate / plan_nothing(batch, prices).rate
+    portion = max(1, users // PORTIONS)
+    portions = sorted(min(portion, users - start) for start in range(0, users, portion))
+    reads = profile.length(like)
+
+    def rate(tokens: float, drafts: int) -> float:
+        return tokens / pair.step_seconds(speed, rows=users, drafts=drafts, reads=reads, context=context)
+
+    plain, tokens, drafts, best = rate(users, 0), float(users), 0, 0.0
+    for survival in profile.survivals(deepest, like=like):
+        for rows in portions:
+            tokens, drafts = tokens + survival * rows, drafts + rows
+            best = max(best, rate(tokens, drafts))
+    gain = best / plain
     return gain if gain > MARGIN else 1.0

@@ -1,4 +1,4 @@
-"""What sets architectures apart, as far as their weights, experts and windows go: one row for each model_type."""
+"""Weights, experts and windows of architectures: one row for each model_type."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,73 +9,65 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderFamily:
-    """What sets one model_type of transformers apart from the plain Llama block."""
+    """Differences of a model_type of transformers from the plain Llama block."""
 
     norms: int = 2
-    """Of a layer, as wide as the model."""
+    """Norms of a layer that are as wide as the model."""
     qk_norms: bool = False
     qkv_bias: bool = False
-    """Always; otherwise `attention_bias` says, and then o has one as well."""
+    """Whether q, k and v always have biases; else `attention_bias` decides, and then o may have one as well."""
+    o_bias: bool = True
+    """Whether `attention_bias` gives o a bias too."""
     mlp_bias: bool = False
-    """Whether `mlp_bias` is looked at."""
+    """Whether `mlp_bias` in config.json counts."""
     experts: str = ""
-    """The key that says how many, where there are experts."""
+    """Key of the number of experts, where there are any."""
     expert_size: str = "moe_intermediate_size"
     expert_bias: bool = False
-    """Of the router, too."""
+    """Whether experts and router have biases."""
     sinks: bool = False
     """Whether every head has a score without a key."""
     dense_size: str = "intermediate_size"
-    """The key of the width of layers without experts."""
+    """Key of the width of layers without experts."""
     sparse: Callable[[Json, int], bool] = lambda config, layer: True
-    """Whether a layer has experts, where the config has any."""
+    """Whether a layer has experts, where the model has any."""
     shared: Callable[[Json], int] = lambda config: config.get("shared_expert_intermediate_size") or 0
     """Width of the experts that every token uses."""
     shared_gate: bool = False
-    """Whether a vector decides how much of them counts."""
+    """Whether a vector gates the shared experts."""
     latent: bool = False
     """Whether keys and values are kept as one latent (MLA)."""
-    o_bias: bool = True
-    """Whether `attention_bias` is o's as well."""
     windows: Callable[[Json, int], list[int | None]] = lambda config, layers: [None] * layers
+    """Window of each layer."""
     defaults: Mapping[str, Any] | None = None
-    """What transformers takes for keys that config.json leaves out, where that is neither plain nor a refusal."""
+    """Values of transformers for keys that config.json may leave out, where the plain ones would be wrong."""
 
 
-def _by_type(config: Json, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-    """`layer_types` where it is given, `slides` otherwise."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    return [window if slides(layer) else None for layer in range(layers)]
+def _windows(default: int | None, slides: Callable[[Json, int], bool]) -> Callable[[Json, int], list[int | None]]:
+    """Windows by `layer_types` where config.json has them, by `slides` otherwise."""
+
+    def windows(config: Json, layers: int) -> list[int | None]:
+        window, kinds = config.get("sliding_window", default), config.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) == layers:
+            return [window if kind == "sliding_attention" else None for kind in kinds]
+        return [window if slides(config, layer) else None for layer in range(layers)]
+
+    return windows
 
 
-def _everywhere(config: Json, layers: int) -> list[int | None]:
-    return _by_type(config, layers, config.get("sliding_window"), lambda layer: True)
+_everywhere = _windows(None, lambda config, layer: True)
+_alternating = _windows(4096, lambda config, layer: layer % 2 == 0)
+_gpt_oss = _windows(128, lambda config, layer: layer % 2 == 0)
+_gemma3 = _windows(4096, lambda config, layer: (layer + 1) % config.get("sliding_window_pattern", 6) != 0)
+_qwen_layers = _windows(None, lambda config, layer: layer >= config.get("max_window_layers", 28))
 
 
 def _qwen(config: Json, layers: int) -> list[int | None]:
-    if not config.get("use_sliding_window", False):
-        return [None] * layers
-    first = config.get("max_window_layers", 28)
-    return _by_type(config, layers, config.get("sliding_window"), lambda layer: layer >= first)
-
-
-def _gemma2(config: Json, layers: int) -> list[int | None]:
-    return _by_type(config, layers, config.get("sliding_window", 4096), lambda layer: layer % 2 == 0)
-
-
-def _gemma3(config: Json, layers: int) -> list[int | None]:
-    every = config.get("sliding_window_pattern", 6)
-    return _by_type(config, layers, config.get("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
-
-
-def _gpt_oss(config: Json, layers: int) -> list[int | None]:
-    return _by_type(config, layers, config.get("sliding_window", 128), lambda layer: layer % 2 == 0)
+    return _qwen_layers(config, layers) if config.get("use_sliding_window", False) else [None] * layers
 
 
 def _llama4(config: Json, layers: int) -> list[int | None]:
-    """Chunks where positions are rotated: on average a token sees half of one."""
+    """Chunks in layers whose positions are rotated: on average a token sees half of one."""
     rotated = config.get("no_rope_layers") or [
         int((layer + 1) % (config.get("no_rope_layer_interval") or 4) != 0) for layer in range(layers)
     ]
@@ -120,7 +112,7 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     "qwen2": DecoderFamily(qkv_bias=True, windows=_qwen),
     "qwen3": DecoderFamily(qk_norms=True, windows=_qwen, defaults={"head_dim": 128}),
     "gemma": DecoderFamily(defaults=_GEMMA),
-    "gemma2": DecoderFamily(norms=4, windows=_gemma2, defaults=_GEMMA),
+    "gemma2": DecoderFamily(norms=4, windows=_alternating, defaults=_GEMMA),
     "gemma3_text": DecoderFamily(
         norms=4,
         qk_norms=True,

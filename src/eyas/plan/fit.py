@@ -1,8 +1,7 @@
-"""Settings that fit, as near to what was asked for as there are.
+"""Settings that fit, as near as possible to those that were asked for.
 
-What hurts least is given up first: users (others wait), then context, then precision; the drafter last, since it is
-small beside its target. Within a precision the context is halved, not below the least that is of use, and as many
-users are taken as fit.
+Users are given up first (others wait), then context, then precision, and the drafter last, since it is small beside its
+target. Within a precision the context is halved down to `LEAST_CONTEXT`, and as many users are taken as fit.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +15,17 @@ from eyas.plan.quantisation import LADDER, Quantisation, parse_quantisation
 from eyas.plan.roofline import Speed
 
 LEAST_CONTEXT = 2048
-"""A context is not cut below this, or below what was asked for if that is less."""
+"""The context is not cut below this, unless a shorter one was asked for."""
 
 
 def fit(deployment: Deployment, speed_of: Callable[[Quantisation], Speed]) -> tuple[Forecast, list[str]]:
-    """The first settings that fit, with a line for everything that was changed; refused if none do."""
+    """Find the first settings that fit, with a line for each change; refuse if none do."""
     for candidate in _candidates(deployment, speed_of):
         forecast = forecast_of(candidate)
         if forecast.users_fit < 1:
             continue
         users = min(candidate.users, forecast.users_fit)
-        # Fewer users need less beside the blocks too, so what fitted still fits.
+        # Fewer users need less memory beside the blocks too, so the settings still fit.
         return forecast_of(replace(candidate, users=users)), _changes(deployment, replace(candidate, users=users))
     smallest = forecast_of(list(_candidates(deployment, speed_of))[-1])
     larger = [card.name for card in CARDS.values() if card.memory >= smallest.needed / deployment.users * 1.02]
@@ -41,7 +40,7 @@ def _candidates(deployment: Deployment, speed_of: Callable[[Quantisation], Speed
     for drafter in [deployment.drafter] if deployment.drafter is None else [deployment.drafter, None]:
         kept = deployment.quantisation
         coarser = [kept]
-        if kept.expert_bits is None:  # there is nothing coarser than experts of 4 bits
+        if kept.expert_bits is None:  # nothing is coarser than experts of 4 bits
             coarser += [coarse for name in LADDER if (coarse := parse_quantisation(name)).bits < kept.bits]
         for kind in coarser:
             speed = deployment.speed if kind is deployment.quantisation else speed_of(kind)

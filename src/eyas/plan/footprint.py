@@ -1,7 +1,7 @@
-"""Bytes of a target with its drafter, from their shapes: what `memory.py` divides.
+"""Bytes of a target with its drafter, from their shapes; `memory.py` divides memory by them.
 
-The formulas are those of eyas' own engine, which keeps every position of every layer, windows or not, and both caches
-in the precision of what is not quantised, or in fp8.
+The formulas are those of eyas' own engine, which caches every position of every layer, windows or not, in the dtype of
+what is not quantised, or in fp8.
 """
 
 from dataclasses import dataclass
@@ -17,33 +17,33 @@ from eyas.plan.quantisation import EIGHT, Quantisation
 from eyas.plan.shapes import CAPTURED_TREE_ROWS, CAPTURED_TREES
 
 CUDA_RUNTIME = 640 * 2**20
-"""What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
+"""Memory of a process on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
 FLOAT32 = 4
 LUMP = 64
-"""States of a request that are worth a pass of their own."""
+"""Waiting states of a request that are worth a pass of the drafter of their own."""
 PATIENCE_BYTES = 2**26
-"""States that may wait for the drafter of all requests together on a CPU, or up to twice as much."""
+"""Bytes of states that may wait for the drafter on a CPU, over all requests; rounding may double it."""
 LONGEST_CHUNK = 8192
-"""Tokens of prompts above which a pass over them is not captured: there is more to compute than to launch."""
+"""Longest chunk of prompts whose pass is captured: longer ones take more time to compute than to launch."""
 
 
 def default_batched_tokens(*, on_gpu: bool, max_num_seqs: int) -> int:
-    """Tokens of one target pass unless told: a GPU reads long chunks as fast, and verifies 7 drafts of everybody."""
+    """Default tokens of one target pass: a GPU reads long chunks as fast, and verifies 7 drafts of every request."""
     return max(2048, 8 * max_num_seqs) if on_gpu else 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What the engine is told about how much it takes on at once; the names are those of its options."""
+    """Limits of the engine, by the names of its options."""
 
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
     max_depth: int = 7
     max_drafts: int = 0
-    """Drafts of a request that may be verified, where trees have more than the deepest chain."""
+    """Draft tokens of a request that may be verified, where trees have more than the deepest chain."""
     max_offers: int = 0
-    """The same of those that the host looks up, for few requests: no more than trees have."""
+    """Draft tokens of a request that the host may look up, for few requests; no more than trees have."""
     block_size: int = 16
 
     @property
@@ -52,10 +52,10 @@ class Room:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def ring(self, state_bytes: int, *, padded: bool) -> int:
-        """Positions of a request whose states, of so many bytes each, can wait for the drafter.
+        """Positions of a request whose states, of `state_bytes` each, can wait for the drafter.
 
-        Where passes are not padded, the drafter reads any number at once, and those of a request that ends before are
-        never read.
+        Where passes are not padded, the drafter can read any number at once, so more may wait; states of a request that
+        ends before are never read.
         """
         waiting = 0
         if state_bytes and not padded:
@@ -72,24 +72,24 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """A drafter, and which of the two matrices that a target can lend it brings itself."""
+    """Shape of a drafter, and whether it has its own embedding and head or borrows the target's."""
 
     name: str
     config: DrafterConfig
     own_embedding: bool
     own_head: bool
     halved: bool = False
-    """Whether its weights are bfloat16, which a processor that computes float32 keeps as they are."""
+    """Whether its weights are bfloat16; a processor that computes in float32 keeps them so."""
     bits: float | None = None
-    """Of a weight of its linears but the head, where they are quantised on disk."""
+    """Bits of a weight of its linears, except the head, where they are quantised on disk."""
     assumed: bool = False
-    """Whether there is no such drafter yet, only the usual shape of one."""
+    """Whether this is the usual shape for a drafter that is yet to be trained."""
 
 
 def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str, cards: int = 1) -> int:
-    """Weights as they lie in the memory of each card: matrices are divided, norms and biases are on all of them.
+    """Bytes of a target's weights on each card: matrices are divided, norms and biases are on all cards.
 
-    A processor computes float32 from panels: a head that is the embedding as well lies there twice.
+    A processor computes float32 from panels, so a head that is tied to the embedding takes memory twice.
     """
     twice = device == "cpu" and quantisation.name == "float32"
     vocabulary = quantisation.vocabulary_bytes(decoder.vocabulary, tied=decoder.tied and not twice)
@@ -98,14 +98,14 @@ def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str, c
 
 
 def drafter_bits(drafter: DrafterShape, quantisation: Quantisation) -> float | None:
-    """Of a weight of its linears but the head beside a target; None: as those of every other weight."""
+    """Bits of a weight of the drafter's linears, except the head, beside a target; None: those of all other weights."""
     if drafter.bits is None or quantisation.drafter_bits is not None:
         return quantisation.drafter_bits
     return EIGHT if quantisation.dtype == "float32" else drafter.bits
 
 
 def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: str, cards: int = 1) -> int:
-    """What a drafter holds itself on each card, tables of its vocabulary included; matrices are divided."""
+    """Bytes of a drafter's own tensors on each card, tables of its vocabulary included; matrices are divided."""
     dtype = quantisation.dtype
     lent = {"embed_tokens.weight"} if not drafter.own_embedding else set()
     lent |= {"lm_head.weight"} if not drafter.own_head else set()
@@ -141,11 +141,11 @@ def working_bytes(
     element: int,
     recorded: bool,
 ) -> int:
-    """What a pass holds at its widest place, and the logits that tokens are chosen from.
+    """Bytes of a pass at its widest place, and of the logits.
 
-    Beside the stream and its norm in two copies lie queries, keys, values and what attention gives, or the feed-forward
-    part three times; a pass reads the budget's tokens. Logits are chosen from in float32, a second copy. Recorded
-    passes keep all this for themselves, in one pool that they share.
+    Besides two copies each of the residual stream and its norm, there are queries, keys, values and the attention
+    output, or three tensors of the feed-forward part. Logits have a second copy in float32 for sampling. Captured
+    passes (`recorded`) hold all this once more, in one pool that they share.
     """
     widest = max(4 * heads_width, 3 * intermediate)
     tokens = room.max_num_batched_tokens * (4 * hidden + widest + states) * element
@@ -154,19 +154,19 @@ def working_bytes(
 
 
 def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int, padded: bool = True) -> int:
-    """The memory that rounds share: logits, float32 at worst, and a ring of auxiliary states by slot.
+    """Bytes of the buffers that rounds share: logits, float32 at worst, and a ring of auxiliary states by slot.
 
-    `padded` says that passes come in fixed shapes, as on a GPU. What else a slot holds, some numbers and a block table,
-    is thousands of times less and not counted.
+    `padded` says that passes have fixed shapes, as on a GPU. The other contents of a slot, some numbers and a block
+    table, are thousands of times smaller and not counted.
     """
     logits = (max(room.recorded_tokens, room.recorded_rows) + 1) * vocab_size * FLOAT32
     return logits + (room.recorded_rows + 1) * room.ring(states * element, padded=padded) * states * element
 
 
 def ring_length(max_depth: int, waiting: int = 0) -> int:
-    """Positions of a request whose states can wait for the drafter, when drafts are so deep at most.
+    """Positions of a request whose states can wait for the drafter, a power of 2.
 
-    A power of 2: twice what a pass of the deepest draft writes fits, and as many as are `waiting` at most.
+    There is room for twice what a pass with drafts of `max_depth` writes, and for `waiting` states.
     """
     return max(1 << (2 * max_depth + 2).bit_length(), 1 << (waiting - 1).bit_length() if waiting else 0)
 
@@ -187,7 +187,7 @@ def footprint(
     kv_cache_dtype: KVCacheKind = "auto",
     cards: int = 1,
 ) -> Footprint:
-    """Everything but the KV blocks, from shapes; on each card, where tensor parallelism divides it over several."""
+    """Compute the bytes of everything on each card, and of a token in the KV cache."""
     element, states = quantisation.other_bytes, 0
     kept = "fp8" if kv_cache_dtype == "fp8" else quantisation.dtype
     if drafter is not None:

@@ -1,4 +1,4 @@
-"""What a deployment comes to: what a pair takes on a card, who fits, how fast it is, and how deep to draft."""
+"""Forecast of a deployment: memory, users that fit, speed, and the best draft depth."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from eyas.plan.roofline import Pair, Speed
 from eyas.plan.shapes import OFFERED
 
 SPARE = 0.02
-"""Of a card's memory, what stays free: fragments, a screen, other small things."""
+"""Share of a card's memory that stays free, for fragmentation, a screen and the like."""
 USERS = (1, 4, 16, 64, 256)
-"""Numbers of users in the table, as far as they fit, beside the one that was asked about."""
+"""Numbers of users in the table, as far as they fit, besides the asked one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What is to be served, on what, for whom."""
+    """Models, card and load of a server."""
 
     decoder: Decoder
     drafter: DrafterShape | None
@@ -32,11 +32,11 @@ class Deployment:
     profile: AcceptanceProfile
     users: int
     context: int
-    """The most tokens of prompt and answer; steps are timed at half of it."""
+    """Tokens of prompt and answer together; steps are timed at half of it."""
     deepest: int = 7
     kv_cache_dtype: KVCacheKind = "auto"
     cards: int = 1
-    """That tensor parallelism divides target and drafter over; all bytes are of one of them."""
+    """Tensor-parallel size; all bytes are of one card."""
 
     def __post_init__(self) -> None:
         most = self.decoder.context
@@ -57,7 +57,6 @@ class Deployment:
 
     @property
     def room(self) -> Room:
-        """For the engine."""
         on_gpu = self.card.device == "cuda"
         return Room(
             max_num_seqs=self.users,
@@ -69,7 +68,6 @@ class Deployment:
 
     @property
     def pair(self) -> Pair:
-        """For the roofline."""
         return Pair(
             decoder=self.decoder,
             drafter=self.drafter,
@@ -80,31 +78,31 @@ class Deployment:
 
     @property
     def usable(self) -> int:
-        """Bytes of the card that are planned with."""
+        """Bytes of the card that are used."""
         return int(self.card.memory * (1 - SPARE))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What is expected of a deployment."""
+    """Memory and speed of a deployment."""
 
     deployment: Deployment
     footprint: Footprint
     for_blocks: int
-    """Bytes that are left for blocks; negative where not even the rest fits."""
+    """Bytes that are left for blocks; negative where the rest does not fit."""
     budget: BlockBudget | None
-    """Pages for the users that were asked for, as many as fit; None where not even one request does."""
+    """Blocks for the asked users, as many as fit; None where not even one request does."""
     users_fit: int
-    """Users of the asked context at the same time."""
+    """Users that fit at the same time, at the asked context."""
     longest_context: int
-    """For as many users as were asked for."""
+    """For the asked number of users."""
     table: tuple[Expected, ...]
     """By number of users, then by depth."""
     best: Expected
-    """Of the asked number of users."""
+    """The best depth for the asked number of users."""
     auto_speedup: float
     prompt_seconds: float
-    """To read a prompt of half the context."""
+    """Seconds to read a prompt of half the context."""
 
     @property
     def fits(self) -> bool:
@@ -113,13 +111,12 @@ class Forecast:
 
     @property
     def needed(self) -> int:
-        """Bytes for all users at the whole context."""
+        """Bytes for all users with the whole context."""
         deployment = self.deployment
         blocks = deployment.users * blocks_of(deployment.context, deployment.room.block_size) + 1
         return self.footprint.beside_blocks + blocks * deployment.room.block_size * self.footprint.per_token
 
     def verdict(self) -> str:
-        """Whether it fits, in words."""
         deployment = self.deployment
         whole = f"{size(self.needed)} of {size(deployment.usable)}" + (" a card" if deployment.cards > 1 else "")
         if self.fits:
@@ -133,7 +130,7 @@ class Forecast:
 
 
 def forecast_of(deployment: Deployment) -> Forecast:
-    """Work it out."""
+    """Forecast a deployment."""
     room = deployment.room
     taken = footprint(
         deployment.decoder,
@@ -145,7 +142,7 @@ def forecast_of(deployment: Deployment) -> Forecast:
         cards=deployment.cards,
     )
     loaded = taken.runtime + taken.weights + taken.drafter
-    # One page behind the others takes what is not real.
+    # One more block takes the writes of padding.
     for_blocks = deployment.usable - loaded - taken.beside_weights - room.block_size * taken.per_token
     per_user = blocks_of(deployment.context, room.block_size) * room.block_size * taken.per_token
     users_fit = max(0, for_blocks // per_user)

@@ -1,4 +1,4 @@
-"""How the figures of a forecast came about, with their numbers put in."""
+"""Formulas of a forecast's figures, with their numbers put in."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ from eyas.plan.training import trained_weights
 
 
 def formulas(forecast: Forecast) -> dict[str, str]:
-    """By the keys of the record and its memory; speeds are those of the users that were asked for.
+    """Formulas by the keys of the record and of its memory; speeds are for the asked number of users.
 
     `step` is their plain step, `drafting_step` the one at the recommended depth.
     """
@@ -21,9 +21,9 @@ def formulas(forecast: Forecast) -> dict[str, str]:
     divided = f" / {cards} cards" if cards > 1 else ""
     element = 8 * kept.other_bytes
     bits = f"{kept.bits:.4g}" if kept.expert_bits is None else f"{kept.bits:.4g} ({kept.expert_bits:.4g} of experts)"
-    twice = deployment.card.device == "cpu" and kept.name == "float32"  # a head that is the embedding lies there twice
+    twice = deployment.card.device == "cpu" and kept.name == "float32"  # a tied head takes memory twice
     tables = kept.vocabulary_bytes(decoder.vocabulary, tied=decoder.tied and not twice)
-    said = {
+    texts = {
         "weights": f"({decoder.matrices:,} weights x {bits} bits + {tables:,.0f} bytes of embedding and head)"
         f"{divided} + {decoder.vectors:,} x {element} bits",
         "kv_per_token": f"{len(decoder.layers)} layers x {_kept(forecast)} x "
@@ -36,16 +36,16 @@ def formulas(forecast: Forecast) -> dict[str, str]:
         each = f"{packed:.3g} bits" if packed is not None else f"{8 * BYTES_PER_ELEMENT[kept.dtype]} bits"
         by_head = f"2 x {-(-config.num_key_value_heads // cards)} heads x {config.head_dim}"
         kept_numbers = by_head if config.mla is None else f"{config.cached.numbers} of the latent"
-        said["drafter"] = f"{weights:,} weights x {each}{divided}, embedding and head as far as they are its own"
-        said["drafter_kv_per_token"] = (
+        texts["drafter"] = f"{weights:,} weights x {each}{divided}, embedding and head as far as they are its own"
+        texts["drafter_kv_per_token"] = (
             f"{config.num_hidden_layers} layers x {kept_numbers} x "
             f"{kv_element(deployment.kv_cache_dtype, kept.other_bytes)} bytes"
         )
-    return said | _room(forecast) | _speeds(forecast)
+    return texts | _room(forecast) | _speeds(forecast)
 
 
 def _room(forecast: Forecast) -> dict[str, str]:
-    """What a pass takes, and who fits beside it."""
+    """Formulas of activations, buffers and users that fit."""
     deployment, taken, room = forecast.deployment, forecast.footprint, forecast.deployment.room
     decoder, cards, element = deployment.decoder, deployment.cards, deployment.quantisation.other_bytes
     config = None if deployment.drafter is None else deployment.drafter.config
@@ -60,7 +60,7 @@ def _room(forecast: Forecast) -> dict[str, str]:
     )
     block = f"{room.block_size} tokens x {taken.per_token:,} bytes"
     each, left = blocks_of(deployment.context, room.block_size), max(0, forecast.for_blocks)
-    said = {
+    texts = {
         "working": f"2 x ({once})" if on_gpu else once,
         "needed": f"{taken.beside_blocks:,} bytes beside blocks + ({deployment.users} users x {each:,} + 1) blocks x "
         f"{block}",
@@ -71,23 +71,23 @@ def _room(forecast: Forecast) -> dict[str, str]:
         f"{room.block_size} tokens" + ("" if decoder.context is None else f", at most {decoder.context:,}"),
     }
     rows, tokens = room.recorded_rows, max(room.recorded_tokens, room.recorded_rows)
-    said["recorded"] = (
+    texts["recorded"] = (
         f"({tokens:,} + 1) tokens x {decoder.vocab_size:,} logits x {FLOAT32} bytes + ({rows:,} + 1) requests x "
         f"{room.ring(states * element, padded=on_gpu)} positions x {states:,} of states x {element} bytes"
     )
     if on_gpu:
-        said["runtime"] = f"{CUDA_RUNTIME:,} bytes, assumed: context and libraries of the device"
-    return said
+        texts["runtime"] = f"{CUDA_RUNTIME:,} bytes, assumed: context and libraries of the device"
+    return texts
 
 
 def _speeds(forecast: Forecast) -> dict[str, str]:
-    """What a step takes and gives."""
+    """Formulas of step times and speeds."""
     deployment, best = forecast.deployment, forecast.best
     pair, speed, users, half = deployment.pair, deployment.speed, deployment.users, deployment.context / 2
     factors = speed.factors
     prompt = pair.prefill(deployment.context // 2, deployment.room.max_num_batched_tokens)
     total = Work(**{part.name: sum(getattr(work, part.name) for work in prompt) for part in fields(Work)})
-    said = {
+    texts = {
         "step": _step(pair.verify(rows=users, tokens=users, context=half), speed, factors.verify.at(users)),
         "tokens_per_second": f"{users} users x {best.length:.4g} tokens / {best.step_seconds * 1e3:.4g} ms",
         "prompt_seconds": f"{len(prompt)} passes over chunks of {deployment.room.max_num_batched_tokens:,} tokens, "
@@ -96,22 +96,22 @@ def _speeds(forecast: Forecast) -> dict[str, str]:
     if best.depth:
         gained, depth = deployment.profile.survivals(best.depth), best.depth
         verify = pair.verify(rows=users, tokens=users * (1 + depth), context=half)
-        # The first of the drafter's passes reads what the last round gave.
+        # The drafter's first pass reads the tokens of the last round.
         tokens = users * (1 + sum(gained)) + users * (depth - 1)
         draft = pair.draft(rows=users, passes=depth, tokens=tokens, context=half)
         plain = next(one for one in forecast.table if (one.users, one.depth) == (users, 0))
-        said["length"] = " + ".join(["1", *(f"{share:.4f}" for share in gained)])
-        said["drafting_step"] = (
+        texts["length"] = " + ".join(["1", *(f"{share:.4f}" for share in gained)])
+        texts["drafting_step"] = (
             f"{users} x {1 + depth} tokens verified: {_step(verify, speed, factors.verify.at(users * (1 + depth)))}; "
             f"and {depth} passes of the drafter: {_step(draft, speed)}"
         )
         if factors.first_draft.points:
             first, further = factors.first_draft.at(users), factors.further_drafts.at(users)
-            said["drafting_step"] += (
+            texts["drafting_step"] += (
                 f", times {first:.3g} of the first of them and {further:.3g} of the others, measured"
             )
-        said["speedup"] = f"{best.tokens_per_second:,.2f} / {plain.tokens_per_second:,.2f} tokens/s"
-    return said
+        texts["speedup"] = f"{best.tokens_per_second:,.2f} / {plain.tokens_per_second:,.2f} tokens/s"
+    return texts
 
 
 def _kept(forecast: Forecast) -> str:

@@ -1,17 +1,18 @@
-"""What a bench measured, as steps: how long they took and what they gave.
+"""Read the steps that a bench measured: how long they took and how many tokens they gave.
 
-Two forms are read. The record of `eyas bench` (`eyas.bench/1`), of the pair that is planned for: rows of its first
-server under a fixed number of users. And steps as such, for figures from anywhere, which may be of another pair:
+There are two forms. One is the record of `eyas bench` (`eyas.bench/1`) for the pair that is planned: rows of its first
+server with a fixed number of users. The other is a list of steps, from anywhere, perhaps of another pair:
 
     {"target": "smollm2", "drafter": "smollm2-eagle3.1", "quantisation": "float32",
      "steps": [{"users": 1, "depth": 3, "length": 2.2, "tokens_per_second": 44.6, "context": 300}, ...]}
 
-Tokens per second are of all users together while they decode, prompts aside; length is tokens per round; context is
-what a user's newest token looks back to, on average. `accepted`, shares of rounds by position, may stand in a step, and
-`draft_seconds`, what the drafter's first pass took and what all its others did; `halved` beside the steps: that the
-processor keeps bfloat16 matrices as they are and multiplies them as float32.
+Tokens per second are of all users together while they decode, without prompts; length is tokens per round; context is
+the mean number of tokens that a user's newest token looks back to. A step may also have `accepted`, shares of rounds by
+position, and `draft_seconds`, of the drafter's first pass and of all others together. `halved` beside the steps says
+that the processor keeps bfloat16 matrices as they are and multiplies them as float32.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +21,36 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.plan.acceptance import AcceptanceProfile, profile_of_rounds
 from eyas.plan.calibrate import MeasuredStep
-from eyas.plan.json_file import read_json
 
 Json = Mapping[str, Any]
 BENCH = "eyas.bench/1"
 FIXED = 0.1
-"""Rounds whose mean depth is so near to a whole number have that depth: the last ones of an answer are cut short."""
+"""Rounds whose mean depth is this near to a whole number are of that depth; the last round of an answer is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """A bench."""
+    """Steps of a bench and the pair that they are of."""
 
     target: str | None = None
-    """None: what is planned for is what was measured."""
+    """None: the target that is planned for."""
     drafter: str | None = None
     quantisation: str | None = None
     halved: bool = False
     """Whether the processor kept matrices of float32 in half the bytes."""
     steps: tuple[MeasuredStep, ...]
     profile: AcceptanceProfile | None
-    """Where it counted what was accepted."""
+    """None where accepted drafts were not counted."""
+
+
+def read_json(path: Path, where: str, give: str) -> Any:
+    """Read a JSON file; `where` is how the user named it, `give` what it should be."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {where}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON ({error}); give {give}") from error
 
 
 def read_measured(path: Path) -> Measurements:
@@ -55,9 +65,9 @@ def read_measured(path: Path) -> Measurements:
     if not isinstance(rows, list) or not rows:
         raise UserError(f"{where} holds no steps; docs/plan.md says what is read from a bench")
     steps = tuple(_step(row, f"step {number} of {where}") for number, row in enumerate(rows, 1))
-    counted = [(step.depth, _shares(row.get("accepted"), where)) for row, step in zip(rows, steps, strict=True)]
+    shares = [_shares(row.get("accepted"), where) for row in rows]
     names = {key: raw.get(key) for key in ("target", "drafter", "quantisation")}
-    return Measurements(**names, halved=raw.get("halved") is True, steps=steps, profile=_profile(counted, steps, where))
+    return Measurements(**names, halved=raw.get("halved") is True, steps=steps, profile=_profile(shares, steps, where))
 
 
 def _step(row: Any, where: str) -> MeasuredStep:
@@ -65,7 +75,7 @@ def _step(row: Any, where: str) -> MeasuredStep:
         raise UserError(f"{where} is {row!r}; it must be an object")
     users, depth = (_number(row, key, where, least) for key, least in (("users", 1), ("depth", 0)))
     length = _number(row, "length", where, 1) if depth else 1.0
-    rate = _number(row, "tokens_per_second", where, 1e-9)
+    seconds = users * length / _number(row, "tokens_per_second", where, 1e-9)
     if length > depth + 1:
         raise UserError(
             f"{where} has length {length:g} at depth {depth:g}, where {depth + 1:g} is the most; correct it"
@@ -74,14 +84,14 @@ def _step(row: Any, where: str) -> MeasuredStep:
         users=int(users),
         depth=depth,
         length=length,
-        seconds=users * length / rate,
+        seconds=seconds,
         context=_number(row, "context", where, 0),
-        draft_seconds=_draft_seconds(row.get("draft_seconds"), users * length / rate, where),
+        draft_seconds=_draft_seconds(row.get("draft_seconds"), seconds, where),
     )
 
 
 def _draft_seconds(found: Any, step: float, where: str) -> tuple[float, float] | None:
-    """Of the first pass and of the others; a step takes longer than its drafts."""
+    """Seconds of the first pass and of the others; a step takes longer than its drafts."""
     if found is None:
         return None
     numbers = isinstance(found, list) and all(type(x) in (int, float) and x >= 0 for x in found)
@@ -94,10 +104,10 @@ def _draft_seconds(found: Any, step: float, where: str) -> tuple[float, float] |
 
 
 def _of_bench(raw: Json, where: str) -> Measurements:
-    """Every pass gives one token and those of its drafts that are accepted, so passes are tokens less accepted ones."""
+    """Read a record of `eyas bench`; its passes are its output tokens less the accepted drafts."""
     if raw["schema"] != BENCH:
         raise UserError(f"{where} has schema {raw['schema']!r}; {BENCH!r} is read here")
-    steps, counted = list[MeasuredStep](), list[tuple[float, list[float]]]()
+    steps, shares = list[MeasuredStep](), list[list[float]]()
     rows = [row for row in raw.get("rows") or () if isinstance(row, dict)]
     for row in rows:
         per_token = (row.get("time_per_output_token_ms") or {}).get("mean")
@@ -124,11 +134,10 @@ def _of_bench(raw: Json, where: str) -> Measurements:
             )
         )
         if drafting.get("drafts"):
-            depth = drafting["drafted_tokens"] / drafting["drafts"]
-            counted.append((depth, _shares(drafting.get("by_depth"), name)))
+            shares.append(_shares(drafting.get("by_depth"), name))
     if not steps:
         raise UserError(f"{where} has no row with a number of users and a time per token; measure with --users")
-    return Measurements(steps=tuple(steps), profile=_profile(counted, steps, where))
+    return Measurements(steps=tuple(steps), profile=_profile(shares, steps, where))
 
 
 def _number(row: Json, key: str, where: str, least: float) -> float:
@@ -139,18 +148,16 @@ def _number(row: Json, key: str, where: str, least: float) -> float:
 
 
 def _shares(found: Any, where: str) -> list[float]:
-    """Shares by position up to the first that was never accepted."""
+    """Shares of rounds by position, up to the first position that was never accepted."""
     shares = [] if found is None else found
     if not isinstance(shares, list) or not all(isinstance(x, int | float) and 0 <= x <= 1 for x in shares):
         raise UserError(f"{where} has accepted {shares!r}; shares of rounds by position are needed")
     return shares[: shares.index(0)] if 0 in shares else shares
 
 
-def _profile(
-    counted: Sequence[tuple[float, list[float]]], steps: Sequence[MeasuredStep], where: str
-) -> AcceptanceProfile | None:
-    """Shares of the deepest rounds that were counted by position, and the lengths of rounds of one depth."""
-    deepest = max((shares for _, shares in counted), key=len, default=[])
+def _profile(shares: Sequence[list[float]], steps: Sequence[MeasuredStep], where: str) -> AcceptanceProfile | None:
+    """Combine the shares of the deepest rounds with the mean lengths by depth."""
+    deepest = max(shares, key=len, default=[])
     if not deepest:
         return None
     lengths: dict[int, list[float]] = {}

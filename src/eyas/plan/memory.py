@@ -1,12 +1,12 @@
-"""Where the memory goes, decided and said before anything is allocated: the engine's plan and `eyas plan` alike.
+"""Division of memory before anything is allocated, for the engine and for `eyas plan`.
 
-    weights, drafter      what is loaded
-    runtime               what the device's own libraries take before anything is loaded
-    working               what a pass needs while it runs
-    recorded              what steps keep for good: logits, and states that wait for the drafter
-    blocks                 keys and values of requests; they get what is left, or what is granted
+    weights, drafter      loaded models
+    runtime               the device's libraries, before anything is loaded
+    working               activations of a pass
+    recorded              permanent buffers of steps: logits, and states that wait for the drafter
+    blocks                keys and values of requests; they get what is left, or what is granted
 
-A block holds `block_size` positions of one request in every layer of the target and, with it, of the drafter.
+A block holds `block_size` positions of one request in every layer of the target and of the drafter.
 """
 
 from dataclasses import dataclass
@@ -14,42 +14,42 @@ from dataclasses import dataclass
 from eyas.errors import UserError
 
 SHARE_OF_FREE = 0.5
-"""Of the memory that is free once the weights are loaded, what blocks may take unless told otherwise."""
+"""Default share of the memory that is left after loading which blocks may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of a target with its drafter, of everything but the blocks, and of a token in them."""
+    """Bytes of a target with its drafter: of everything beside the blocks, and of a token in a block."""
 
     weights: int
     drafter: int
     token: int
     """Keys and values of one token in every layer of the target."""
     drafter_token: int
-    """The same in the drafter."""
+    """Keys and values of one token in the drafter."""
     working: int
     recorded: int
     runtime: int = 0
 
     @property
     def per_token(self) -> int:
-        """What one token takes in both caches."""
+        """Bytes of one token in both caches."""
         return self.token + self.drafter_token
 
     @property
     def beside_blocks(self) -> int:
-        """All but the blocks."""
+        """Bytes of everything except the blocks."""
         return self.runtime + self.weights + self.drafter + self.beside_weights
 
     @property
     def beside_weights(self) -> int:
-        """What running takes, once everything is loaded and before there is a block."""
+        """Bytes that running takes after loading, without blocks."""
         return self.working + self.recorded
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBudget:
-    """What the caches will take."""
+    """Blocks of the KV caches."""
 
     blocks: int
     block_size: int
@@ -58,7 +58,7 @@ class BlockBudget:
 
     @property
     def bytes(self) -> int:
-        """All blocks together, and the one behind them that takes what is not real."""
+        """Bytes of all blocks, and of one more that takes the writes of padding."""
         return (self.blocks + 1) * self.bytes_per_block
 
     @property
@@ -75,7 +75,7 @@ class BlockBudget:
 
 
 def blocks_of(length: int, block_size: int) -> int:
-    """Blocks of a request of that length, and one more for the moment when it crosses a boundary."""
+    """Blocks of a request of this length, and one more for when it crosses a block boundary."""
     return -(-length // block_size) + 1
 
 
@@ -89,10 +89,10 @@ def plan_blocks(
     memory: int | None = None,
     share: float = SHARE_OF_FREE,
 ) -> BlockBudget:
-    """Blocks for `max_num_seqs` requests of `max_model_len`, or as many as memory allows; refused if not even one fits.
+    """Plan blocks for `max_num_seqs` requests of `max_model_len`, or as many as fit; refuse if not even one does.
 
-    `free_bytes` is what is free once the weights are loaded; running takes its part of that first. `memory` is what
-    the user grants to blocks; without it, they may have a `share` of what is left.
+    `free_bytes` are free after loading; running takes its part of them first. `memory` is what the user grants to
+    blocks; without it, they get a `share` of what is left.
     """
     if block_size < 1:
         raise UserError(f"block_size is {block_size}; it must be 1 or more")
@@ -118,10 +118,10 @@ def plan_blocks(
 
 
 def longest(granted: int, per_token: int, block_size: int) -> int:
-    """The longest request whose blocks fit."""
+    """Length of the longest request whose blocks fit."""
     return max(0, (granted // (per_token * block_size) - 1) * block_size)
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes for people."""
     return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""A forecast as JSON."""
+"""Record of a forecast, as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +13,7 @@ FORMAT = "eyas-plan-1"
 
 
 def record_of(forecast: Forecast) -> dict[str, Any]:
-    """Everything that was found, in bytes, seconds and tokens per second."""
+    """Record a forecast in bytes, seconds and tokens per second."""
     deployment, taken, budget = forecast.deployment, forecast.footprint, forecast.budget
     decoder, card, drafter = deployment.decoder, deployment.card, deployment.drafter
     return {
@@ -76,7 +76,7 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
 
 
 def constants(speed: Speed) -> dict[str, float]:
-    """The roofline's four, in what people know them by."""
+    """The roofline's four constants, in the units that people use."""
     byte, flop, layer, pass_ = speed.parts
     return {
         "bytes_per_second": 1 / byte if byte else float("inf"),
@@ -87,10 +87,10 @@ def constants(speed: Speed) -> dict[str, float]:
 
 
 def calibration_of(source: str, found: MachineCalibration, forecast: Forecast) -> dict[str, Any]:
-    """What was measured beside what the other rows say of it, and what the forecast has of it.
+    """Record measured steps beside their predictions from the other steps.
 
-    `told` says of each row of `expected` where its step comes from: this number of users and depth was measured, it
-    lies between measured ones or beyond them, or the constants alone tell it, since another pair was measured.
+    `told` says for each row of `expected` where its step comes from: it was measured, interpolated between measured
+    ones, extrapolated, or fitted, by the constants alone, since another pair was measured.
     """
     checked, factors = found.checked, found.factors
     used = forecast.deployment.speed.factors == factors
@@ -120,7 +120,7 @@ def calibration_of(source: str, found: MachineCalibration, forecast: Forecast) -
 
 
 def _told(found: MachineCalibration, users: int, depth: int) -> str:
-    """Of a step of the pair that was measured."""
+    """Source of a step's time, for the pair that was measured."""
     if any((one.step.users, one.step.depth) == (users, depth) for one in found.checked):
         return "measured"
     counts = [(users * (1 + depth), found.factors.verify.points)]
@@ -131,7 +131,7 @@ def _told(found: MachineCalibration, users: int, depth: int) -> str:
 
 
 def _bits(deployment: Deployment) -> float:
-    """Of a weight in the target's matrices, on average."""
+    """Mean bits of a weight in the target's matrices."""
     kept, decoder = deployment.quantisation, deployment.decoder
     if kept.expert_bits is None:
         return kept.bits

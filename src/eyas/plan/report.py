@@ -1,4 +1,4 @@
-"""A plan as one HTML file that opens anywhere, offline: made from the record and nothing else."""
+"""HTML report of a plan, one file that opens offline, made from the record alone."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,13 @@ PARTS = {
     "runtime": "runtime: context, kernels, workspaces",
     "left_for_kv_blocks": "left for KV blocks: the users' contexts",
 }
-"""Of the memory, in the order in which the bar shows them, and what they are called."""
+"""Labels of the parts of memory, in the order of the bar."""
 
 
 def render_report(record: Record) -> str:
-    """The whole file."""
+    """Render the report."""
     drafter = record["drafter"]
+    memory, marks = _memory(record["memory"])
     return render(
         "plan.html.j2",
         title=f"{record['target']['source']} on {record['card']['name']}",
@@ -40,8 +41,8 @@ def render_report(record: Record) -> str:
         drafter="no drafter" if drafter is None else f"{drafter['name']} ({drafter['family']})",
         drafting=_drafting(record),
         usable=size(record["memory"]["usable"]),
-        memory=_memory(record["memory"]),
-        marks=_marks(record["memory"]),
+        memory=memory,
+        marks=marks,
         figures=_speed(record["expected"]),
         calibration=record.get("calibration"),
         as_json=json.dumps(record, indent=1),
@@ -50,11 +51,11 @@ def render_report(record: Record) -> str:
 
 def _lead(record: Record) -> str:
     verdict = str(record["verdict"])
-    told = verdict[:1].upper() + verdict[1:]
+    text = verdict[:1].upper() + verdict[1:]
     if record["drafter"] is None or not record["fits"]:
-        return told
+        return text
     depth = record["recommended_depth"]
-    return f"{told}; " + (f"draft at depth {depth}, {record['recommended_speedup']:.2f}x" if depth else "do not draft")
+    return f"{text}; " + (f"draft at depth {depth}, {record['recommended_speedup']:.2f}x" if depth else "do not draft")
 
 
 def _drafting(record: Record) -> str:
@@ -63,12 +64,15 @@ def _drafting(record: Record) -> str:
     return f"{how}; {record['auto_speedup']:.2f}x on auto"
 
 
-def _memory(memory: Record) -> list[dict[str, object]]:
-    """One bar: what is taken beside KV blocks, and what these may have. Start and width are parts of the bar."""
-    taken = _taken(memory)
-    whole = _whole(memory)
+def _memory(memory: Record) -> tuple[list[dict[str, object]], list[tuple[float, str]]]:
+    """Parts of the memory bar, everything beside KV blocks and then these, and its marks; places are shares of it.
+
+    The bar is as long as the card's memory, or as what is taken where that is more.
+    """
+    taken = {name: max(0, memory[name]) for name in PARTS if memory[name]}
+    whole = max(int(memory["usable"]), sum(taken.values()))
     starts = accumulate(taken.values(), initial=0)
-    return [
+    parts: list[dict[str, object]] = [
         {
             "name": PARTS[name],
             "size": size(part),
@@ -79,20 +83,7 @@ def _memory(memory: Record) -> list[dict[str, object]]:
         }
         for place, ((name, part), start) in enumerate(zip(taken.items(), starts, strict=False))
     ]
-
-
-def _taken(memory: Record) -> dict[str, int]:
-    return {name: max(0, memory[name]) for name in PARTS if memory[name]}
-
-
-def _whole(memory: Record) -> int:
-    """Bytes that the bar stands for: the card's, or what is taken where that is more."""
-    return max(int(memory["usable"]), sum(_taken(memory).values()))
-
-
-def _marks(memory: Record) -> list[tuple[float, str]]:
-    """Quarters of the bar, as parts of it, and what they are called."""
-    return [(quarter / 4, f"{_whole(memory) * quarter / 4 / 2**30:.3g}") for quarter in range(5)]
+    return parts, [(quarter / 4, f"{whole * quarter / 4 / 2**30:.3g}") for quarter in range(5)]
 
 
 def _speed(expected: Sequence[Record]) -> list[Figure]:

@@ -1,7 +1,7 @@
-"""From what the user calls a target or a drafter to its configuration; no weight is read and nothing is converted.
+"""Configurations of targets and drafters by the names that users give; no weight is read.
 
-A target is `smollm2`, a config.json, a folder, a GGUF file or a hub id; a drafter is the name of a shipped one, a
-config.json, a folder or a hub id. Of a hub id only config.json is looked for: in the local cache, then at the hub.
+A target is `smollm2`, a config.json, a folder, a GGUF file or a hub id; a drafter is a shipped name, a config.json, a
+folder or a hub id. Of a hub id only config.json is fetched: from the local cache, else from the hub.
 """
 
 import json
@@ -39,15 +39,15 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
-"""The default target's, so that planning needs neither its file nor a network."""
+"""Configuration of the default target, so that planning needs neither its file nor a network."""
 DEFAULT_KINDS = {"token_embd.weight": ("Q8_0", 28_311_552), "blk.weight": ("Q4_1", 106_168_320)}
-"""The same for its GGUF file: all matrices of its layers are of one kind."""
+"""Types of the matrices in its GGUF file: those of the layers are all of one type."""
 USUAL_VOCABULARY = 32000
-"""Draft tokens of a drafter that is yet to be trained."""
+"""Draft vocabulary of a drafter that is yet to be trained."""
 
 
 def target_config(source: str) -> Json:
-    """The configuration of a target."""
+    """Find the configuration of a target."""
     if source == DEFAULT_TARGET:
         return dict(DEFAULT_CONFIG)
     path = Path(source).expanduser()
@@ -57,7 +57,7 @@ def target_config(source: str) -> Json:
 
 
 def gguf_kinds(source: str) -> dict[str, tuple[str, int]] | None:
-    """Kind and number of weights of every matrix of a GGUF file, by name; None for every other target."""
+    """Type and number of weights of every matrix of a GGUF file, by name; None for every other target."""
     if source == DEFAULT_TARGET:
         return dict(DEFAULT_KINDS)
     path = Path(source).expanduser()
@@ -70,20 +70,20 @@ def gguf_kinds(source: str) -> dict[str, tuple[str, int]] | None:
 
 
 def drafter_shape(source: str) -> DrafterShape:
-    """The shape of a drafter, and what it brings itself as far as its files say."""
+    """Find the shape of a drafter, and which tensors of its own its files have."""
     raw, folder = _config_at(shipped_folder(source) or Path(source).expanduser(), source, "a drafter")
     layout = detect(raw)
     config, extras = layout.read_config(raw)
     stored = None if folder is None else _stored_types(folder, layout)
     shape = _shape(Path(source).name, config, stored)
-    said = {QUANTIZATION_KEY: extras.get(QUANTIZATION_KEY)}
-    return replace(shape, bits=stored_quantisation(said, source).bits) if said[QUANTIZATION_KEY] else shape
+    stated = {QUANTIZATION_KEY: extras.get(QUANTIZATION_KEY)}
+    return replace(shape, bits=stored_quantisation(stated, source).bits) if stated[QUANTIZATION_KEY] else shape
 
 
 def usual_drafter(decoder: Decoder) -> DrafterShape:
-    """One layer as wide as the target, three states and a pruned vocabulary: what is usually trained.
+    """Shape of a drafter as usually trained: one layer as wide as the target, three states, a pruned vocabulary.
 
-    Its heads are the target's, or where that keeps a latent, of 128 numbers with 8 of keys and values.
+    Its heads are like the target's; for targets with a latent they have 128 numbers, and 8 are of keys and values.
     """
     heads, kv_heads, head_dim = decoder.heads, decoder.kv_heads, decoder.head_dim
     if decoder.latent:
@@ -107,7 +107,7 @@ def usual_drafter(decoder: Decoder) -> DrafterShape:
 
 
 def require_match(decoder: Decoder, drafter: DrafterShape) -> None:
-    """Refuse a drafter that was made for a target of another shape."""
+    """Refuse a drafter for a target of another shape."""
     for word, mine, theirs in (
         ("hidden size", drafter.config.target_hidden_size, decoder.hidden_size),
         ("vocabulary", drafter.config.vocab_size, decoder.vocab_size),
@@ -120,18 +120,18 @@ def require_match(decoder: Decoder, drafter: DrafterShape) -> None:
 
 
 def _shape(name: str, config: DrafterConfig, stored: dict[str, str] | None) -> DrafterShape:
-    """Without files to look at, a drafter is taken for the usual: bfloat16, and only what it cannot be lent."""
+    """Combine a configuration with stored dtypes; without files, bfloat16 and only tensors that it cannot borrow."""
     same_width = config.hidden_size == config.target_hidden_size
     if stored is None:
         return DrafterShape(
             name=name,
             config=config,
-            own_embedding=not same_width or config.eagle1,  # published ones have a copy
+            own_embedding=not same_width or config.eagle1,  # published EAGLE-1 drafters have a copy
             own_head=config.pruned or not same_width,
             halved=True,
         )
     matrices = stored.get("fc.weight")
-    if matrices not in WEIGHT_DTYPES:  # quantised, and the head is the only matrix left
+    if matrices not in WEIGHT_DTYPES:  # quantised, so the head is the only plain matrix
         matrices = stored.get("lm_head.weight")
     return DrafterShape(
         name=name,
@@ -143,7 +143,7 @@ def _shape(name: str, config: DrafterConfig, stored: dict[str, str] | None) -> D
 
 
 def _stored_types(folder: Path, layout: Layout) -> dict[str, str] | None:
-    """Types of the tensors in a folder by canonical name, from the headers of its files; None without files."""
+    """Read dtypes by canonical tensor name from the headers of a folder's files; None without files."""
     types: dict[str, str] = {}
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
@@ -158,7 +158,7 @@ def _stored_types(folder: Path, layout: Layout) -> dict[str, str] | None:
 
 
 def _config_at(path: Path, source: str, what: str) -> tuple[Json, Path | None]:
-    """config.json of a file, a folder or a hub id, and the folder if there is one."""
+    """Read config.json of a file, a folder or a hub id; also return the folder, if there is one."""
     if not source.strip():
         raise UserError(f"the name of {what} is empty; give a config.json, a folder or a hub id")
     try:
@@ -193,7 +193,7 @@ def _from_hub(source: str) -> Path:
 
     try:
         return Path(hf_hub_download(source, "config.json", local_files_only=True))
-    except Exception:  # not there; the client raises several kinds
+    except Exception:  # not in the cache; the client raises several kinds
         pass
     options = hub_options(source)
     try:
@@ -206,7 +206,7 @@ def _from_hub(source: str) -> Path:
 
 
 def _gguf_config(path: Path) -> Json:
-    """What a GGUF file says about sizes; a GPU dequantises it to bfloat16."""
+    """Configuration from the metadata of a GGUF file; a GPU dequantises it to bfloat16."""
     from eyas.target.gguf_file import GgufFile
 
     if not path.is_file():

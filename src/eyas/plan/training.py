@@ -1,8 +1,7 @@
-"""What training a drafter takes: memory of a card, tokens per second, network, disk and hours, each with its formula.
+"""Cost of training a drafter: memory of a card, tokens per second, network, disk and hours, each with its formula.
 
 The target's states come either from a target on the trainer's own card (`live`), or from servers that hold it
-(`served`): several cards that read the text and send states. Trainers are copies that sum gradients: a drafter fits one
-card.
+(`served`), each on several cards. Trainers are data-parallel copies: a drafter fits one card.
 
 Shares of arithmetic were fitted to an H200 and a target of 8B (docs/training.md); everything else is counted.
 """
@@ -21,11 +20,11 @@ from eyas.plan.memory import size
 from eyas.plan.quantisation import Quantisation
 
 TARGET_SHARE, DRAFTER_SHARE = 0.56, 0.47
-"""Of a card's arithmetic that the target's forward pass and the drafter's training reach."""
+"""Share of a card's arithmetic that the target's forward pass and the drafter's training reach."""
 STATE = 2
 """Bytes of a number in states, activations and tables."""
 PER_WEIGHT = {"master weights": 4, "working copy": 2, "moments": 8, "gradients": 4 + 2}
-"""Bytes of a trained weight: float32 but for the copy that computes, and its gradient."""
+"""Bytes of a trained weight: float32, and bfloat16 for the copy that computes and for its gradient."""
 CHUNK, PER_SCORE = 4096, 10
 """Rows whose scores over the draft vocabulary are held at once, and bytes of a score with its gradient."""
 TOP_K = 64
@@ -35,7 +34,7 @@ CARDS_OF_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """What is to be trained, on what."""
+    """Drafter, data and hardware of a training run."""
 
     decoder: Decoder
     drafter: DrafterShape
@@ -43,20 +42,20 @@ class TrainingRun:
     """Of the target."""
     card: Card
     tokens: float
-    """Of the text, all epochs together."""
+    """Tokens to read, over all epochs."""
     trainers: int = 1
     """Cards that train."""
     server_cards: int = 1
-    """Cards of one server, over which tensor parallelism divides the target."""
+    """Tensor-parallel size of a server of the target."""
     length: int = 4096
     """Tokens of a document; a token looks back to half of it on average."""
     taught: float = 0.5
-    """Share of the tokens that teach: the target's own answers."""
+    """Share of tokens with a loss: the target's own answers."""
     depths: int = 5
     step_tokens: int = 32768
-    """Of one trainer in one step."""
+    """Tokens of one trainer in one step."""
     network: float = 50e9
-    """Bytes per second of a node to others."""
+    """Bytes per second from one node to others."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "trainers", "server_cards", "length", "depths", "step_tokens", "network"):
@@ -66,9 +65,9 @@ class TrainingRun:
             raise UserError(f"the share of tokens that teach is {self.taught:g}; it must be above 0 and at most 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingFigure:
-    """A number, and how it came about."""
+    """A number with its formula."""
 
     name: str
     value: float
@@ -78,7 +77,7 @@ class TrainingFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What a run comes to."""
+    """Cost of a run."""
 
     run: TrainingRun
     source: str
@@ -93,7 +92,7 @@ class TrainingPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What the figures take for granted and is not so."""
+        """Assumptions of the figures that do not hold today."""
         if self.source == "served" and self.run.decoder.latent:
             return [
                 "vLLM 0.32 hands out no states of targets that keep a latent (MLA), and eyas refuses to ask: these "
@@ -104,65 +103,50 @@ class TrainingPlan:
 
     @property
     def hours(self) -> float:
-        """Until all tokens were read."""
         return self.run.tokens / self.tokens_per_second / 3600
 
 
 def plan_training(run: TrainingRun) -> TrainingPlan:
-    """Work it out: with the target beside the trainer if both fit one card, else with servers."""
+    """Plan with the target on the trainer's card if both fit, else with servers."""
     usable = int(run.card.memory * (1 - SPARE))
-    alone, own = _trainer_memory(run)
+    figures = _trainer_memory(run)
+    memory = int(sum(figure.value for figure in figures))
     target = target_bytes(run.decoder, run.quantisation, device=run.card.device)
-    tables = next(figure.value for figure in own if figure.name == "tables")
-    live = alone - int(tables) + target <= usable  # the target lends its embedding and head
-    drafter, target_speed = _speeds(run)
-    figures = [*own]
+    shared = memory - int(figures[1].value) + target  # the target lends its embedding and head
+    live = shared <= usable
+    trainer, reader = _speeds(run)
+    servers = 0
     if live:
-        memory = alone - int(tables) + target
-        figures[1] = TrainingFigure(
-            name="target", value=target, unit="bytes", formula=f"{run.decoder.parameters:,} weights, {_bits(run)}"
-        )
-        rate = run.trainers / (1 / drafter.value + 1 / target_speed.value)
-        servers = 0
-        both = f"1 / {drafter.value:,.0f} + 1 / {target_speed.value:,.0f}"
+        memory = shared
+        bits = f"matrices of {run.quantisation.bits:.3g} bits"
+        figures[1] = TrainingFigure("target", target, "bytes", f"{run.decoder.parameters:,} weights, {bits}")
+        rate = run.trainers / (1 / trainer.value + 1 / reader.value)
+        both = f"1 / {trainer.value:,.0f} + 1 / {reader.value:,.0f}"
         formula = f"{run.trainers} trainers / ({both}), target and drafter in turn"
     else:
-        memory = alone
-        wanted = run.trainers * drafter.value
-        servers = ceil(wanted / target_speed.value)
-        rate = min(wanted, servers * target_speed.value)
-        formula = f"{run.trainers} trainers x {drafter.value:,.0f}"
+        wanted = run.trainers * trainer.value
+        servers = ceil(wanted / reader.value)
+        rate = min(wanted, servers * reader.value)
+        formula = f"{run.trainers} trainers x {trainer.value:,.0f}"
     figures += [
-        TrainingFigure(name="memory of a trainer", value=memory, unit="bytes", formula=f"of {size(usable)} usable"),
-        drafter,
-        target_speed,
+        TrainingFigure("memory of a trainer", memory, "bytes", f"of {size(usable)} usable"),
+        trainer,
+        reader,
     ]
     if servers:
-        per = run.server_cards
-        figures.append(
-            TrainingFigure(
-                name="servers",
-                value=servers,
-                unit="",
-                formula=f"{formula} tokens/s wanted / {target_speed.value:,.0f} of a server of {per} cards",
-            )
-        )
-    figures.append(TrainingFigure(name="training", value=rate, unit="tokens/s", formula=formula))
+        needed = f"{formula} tokens/s wanted / {reader.value:,.0f} of a server of {run.server_cards} cards"
+        figures.append(TrainingFigure("servers", servers, "", needed))
+    figures.append(TrainingFigure("training", rate, "tokens/s", formula))
     figures += _traffic(run, rate, served=not live)
     cards = run.trainers + servers * run.server_cards
     nodes = ceil(cards / CARDS_OF_NODE)
+    hours = run.tokens / rate / 3600
     figures += [
-        TrainingFigure(
-            name="cards", value=cards, unit="", formula=f"{run.trainers} train, {cards - run.trainers} serve"
-        ),
-        TrainingFigure(name="nodes", value=nodes, unit="", formula=f"{cards} cards / {CARDS_OF_NODE}"),
-        TrainingFigure(
-            name="time",
-            value=run.tokens / rate / 3600,
-            unit="hours",
-            formula=f"{run.tokens:,.0f} tokens / {rate:,.0f} a second",
-        ),
+        TrainingFigure("cards", cards, "", f"{run.trainers} train, {cards - run.trainers} serve"),
+        TrainingFigure("nodes", nodes, "", f"{cards} cards / {CARDS_OF_NODE}"),
+        TrainingFigure("time", hours, "hours", f"{run.tokens:,.0f} tokens / {rate:,.0f} a second"),
     ]
+    held = target_bytes(run.decoder, run.quantisation, device=run.card.device, cards=run.server_cards)
     return TrainingPlan(
         run=run,
         source="live" if live else "served",
@@ -170,13 +154,13 @@ def plan_training(run: TrainingRun) -> TrainingPlan:
         tokens_per_second=rate,
         servers=servers,
         nodes=nodes,
-        fits=memory <= usable and (live or _server_fits(run, usable)),
+        fits=memory <= usable and (live or held + CUDA_RUNTIME <= usable),
         figures=tuple(figures),
     )
 
 
 def trained_weights(drafter: DrafterShape) -> dict[str, int]:
-    """Weights of fc, of the head if it can have one of its own, and all else; the embedding is the target's."""
+    """Count the weights of fc, of the head, and all others; the embedding is the target's and not trained."""
     sizes = {
         name: prod(spec.shape)
         for name, spec in expected_tensors(drafter.config).items()
@@ -186,50 +170,37 @@ def trained_weights(drafter: DrafterShape) -> dict[str, int]:
     return {"fc": fusion, "head": head, "layer": sum(sizes.values())}
 
 
-def _trainer_memory(run: TrainingRun) -> tuple[int, list[TrainingFigure]]:
+def _trainer_memory(run: TrainingRun) -> list[TrainingFigure]:
     """Bytes of a trainer without a target beside it."""
-    config, weights = run.drafter.config, sum(trained_weights(run.drafter).values())
-    states = config.num_aux_hidden_states + 1
-    per = sum(PER_WEIGHT.values())
-    taught = run.taught * run.depths
-    width = 3 * config.intermediate_size + 10 * config.hidden_size
-    figures = [
-        TrainingFigure(
-            name="drafter",
-            value=weights * per,
-            unit="bytes",
-            formula=f"{weights:,} trained weights x {per} bytes "
+    config, decoder, weights = run.drafter.config, run.decoder, sum(trained_weights(run.drafter).values())
+    states, wide = config.num_aux_hidden_states + 1, config.target_hidden_size
+    inner, hidden, per = config.intermediate_size, config.hidden_size, sum(PER_WEIGHT.values())
+    parts = {
+        "drafter": (
+            weights * per,
+            f"{weights:,} trained weights x {per} bytes "
             f"({', '.join(f'{name} {count}' for name, count in PER_WEIGHT.items())})",
         ),
-        TrainingFigure(
-            name="tables",
-            value=2 * run.decoder.vocabulary * STATE,
-            unit="bytes",
-            formula=f"the target's embedding and head: 2 x {run.decoder.vocab_size:,} x {run.decoder.hidden_size:,} x "
-            f"{STATE} bytes",
+        "tables": (
+            2 * decoder.vocabulary * STATE,
+            f"the target's embedding and head: 2 x {decoder.vocab_size:,} x {decoder.hidden_size:,} x {STATE} bytes",
         ),
-        TrainingFigure(
-            name="states",
-            value=run.step_tokens * states * config.target_hidden_size * STATE,
-            unit="bytes",
-            formula=f"{run.step_tokens:,} tokens x {states} states x {config.target_hidden_size:,} x {STATE} bytes",
+        "states": (
+            run.step_tokens * states * wide * STATE,
+            f"{run.step_tokens:,} tokens x {states} states x {wide:,} x {STATE} bytes",
         ),
-        TrainingFigure(
-            name="activations",
-            value=run.step_tokens * taught * width * STATE,
-            unit="bytes",
-            formula=f"{run.step_tokens:,} tokens x {run.taught:g} taught x {run.depths} depths x (3 x "
-            f"{config.intermediate_size:,} + 10 x {config.hidden_size:,}) x {STATE} bytes",
+        "activations": (
+            run.step_tokens * (run.taught * run.depths) * (3 * inner + 10 * hidden) * STATE,
+            f"{run.step_tokens:,} tokens x {run.taught:g} taught x {run.depths} depths x (3 x {inner:,} + 10 x "
+            f"{hidden:,}) x {STATE} bytes",
         ),
-        TrainingFigure(
-            name="scores",
-            value=CHUNK * config.draft_vocab_size * PER_SCORE,
-            unit="bytes",
-            formula=f"{CHUNK:,} rows x {config.draft_vocab_size:,} draft tokens x {PER_SCORE} bytes",
+        "scores": (
+            CHUNK * config.draft_vocab_size * PER_SCORE,
+            f"{CHUNK:,} rows x {config.draft_vocab_size:,} draft tokens x {PER_SCORE} bytes",
         ),
-        TrainingFigure(name="runtime", value=CUDA_RUNTIME, unit="bytes", formula="context and libraries of the device"),
-    ]
-    return int(sum(figure.value for figure in figures)), figures
+        "runtime": (CUDA_RUNTIME, "context and libraries of the device"),
+    }
+    return [TrainingFigure(name, value, "bytes", formula) for name, (value, formula) in parts.items()]
 
 
 def _speeds(run: TrainingRun) -> tuple[TrainingFigure, TrainingFigure]:
@@ -238,26 +209,24 @@ def _speeds(run: TrainingRun) -> tuple[TrainingFigure, TrainingFigure]:
     repeated = run.taught * run.depths * (parts["layer"] + parts["head"])
     drafter_ops = 6 * (parts["fc"] + repeated) + 2 * run.taught * decoder.vocabulary
     flops = run.card.speed_of("bf16")
-    trains = flops * DRAFTER_SHARE / drafter_ops
     used = sum(layer.used for layer in decoder.layers)
     seen = sum(min(run.length / 2, layer.window or run.length) for layer in decoder.layers)
     target_ops = 2 * used + 2 * seen * decoder.score_width
     arithmetic = run.card.speed_of(run.quantisation.arithmetic)
-    reads = run.server_cards * arithmetic * TARGET_SHARE / target_ops
     return (
         TrainingFigure(
-            name="a trainer",
-            value=trains,
-            unit="tokens/s",
-            formula=f"{flops / 1e12:,.0f} TFLOPS x {DRAFTER_SHARE:g} / {drafter_ops / 1e9:,.2f} G operations a token: "
+            "a trainer",
+            flops * DRAFTER_SHARE / drafter_ops,
+            "tokens/s",
+            f"{flops / 1e12:,.0f} TFLOPS x {DRAFTER_SHARE:g} / {drafter_ops / 1e9:,.2f} G operations a token: "
             f"6 x (fc {parts['fc']:,} + {run.taught:g} x {run.depths} x (layer {parts['layer']:,} + head "
             f"{parts['head']:,})) + 2 x {run.taught:g} x {decoder.vocabulary:,}",
         ),
         TrainingFigure(
-            name="the target",
-            value=reads,
-            unit="tokens/s",
-            formula=f"{run.server_cards} x {arithmetic / 1e12:,.0f} TFLOPS x {TARGET_SHARE:g} / "
+            "the target",
+            run.server_cards * arithmetic * TARGET_SHARE / target_ops,
+            "tokens/s",
+            f"{run.server_cards} x {arithmetic / 1e12:,.0f} TFLOPS x {TARGET_SHARE:g} / "
             f"{target_ops / 1e9:,.2f} G operations a token: 2 x {used:,} weights + attention behind "
             f"{run.length // 2:,} tokens",
         ),
@@ -265,48 +234,23 @@ def _speeds(run: TrainingRun) -> tuple[TrainingFigure, TrainingFigure]:
 
 
 def _traffic(run: TrainingRun, rate: float, *, served: bool) -> list[TrainingFigure]:
-    """What goes over the network, and what a cache on disk would hold."""
-    config, weights = run.drafter.config, sum(trained_weights(run.drafter).values())
-    figures, step = [], run.step_tokens * run.trainers / rate
+    """Network traffic, and the size of a cache on disk."""
+    config, weights, trainers = run.drafter.config, sum(trained_weights(run.drafter).values()), run.trainers
+    figures, network, wide = [], f"{run.network / 1e9:g} GB/s", config.target_hidden_size
+    states = config.num_aux_hidden_states
     if served:
-        state = (config.num_aux_hidden_states + 1) * config.target_hidden_size * STATE
-        figures.append(
-            TrainingFigure(
-                name="states over the network",
-                value=rate * state,
-                unit="bytes/s",
-                formula=f"{rate:,.0f} tokens/s x {config.num_aux_hidden_states + 1} states x "
-                f"{config.target_hidden_size:,} x {STATE} bytes; a node has {run.network / 1e9:g} GB/s",
-            )
-        )
-    if run.trainers > 1:
-        moved = 2 * (run.trainers - 1) / run.trainers * 4 * weights
-        figures.append(
-            TrainingFigure(
-                name="gradients over the network",
-                value=moved / run.network,
-                unit="s a step",
-                formula=f"2 x {run.trainers - 1}/{run.trainers} x 4 bytes x {weights:,} / {run.network / 1e9:g} GB/s, "
-                f"of {step:,.2f} s that a step takes",
-            )
-        )
+        formula = f"{rate:,.0f} tokens/s x {states + 1} states x {wide:,} x {STATE} bytes; a node has {network}"
+        value = rate * ((states + 1) * wide * STATE)
+        figures.append(TrainingFigure("states over the network", value, "bytes/s", formula))
+    if trainers > 1:
+        value = 2 * (trainers - 1) / trainers * 4 * weights / run.network
+        formula = f"2 x {trainers - 1}/{trainers} x 4 bytes x {weights:,} / {network}"
+        formula += f", of {run.step_tokens * trainers / rate:,.2f} s that a step takes"
+        figures.append(TrainingFigure("gradients over the network", value, "s a step", formula))
     row = TOP_K * 6 + 8
-    figures.append(
-        TrainingFigure(
-            name="a cache on disk",
-            value=run.tokens * (config.num_aux_hidden_states * config.target_hidden_size * STATE + run.taught * row),
-            unit="bytes",
-            formula=f"{run.tokens:,.0f} tokens x ({config.num_aux_hidden_states} states x "
-            f"{config.target_hidden_size:,} x {STATE} bytes + {run.taught:g} x {row} of the target's {TOP_K} best)",
-        )
+    value = run.tokens * (states * wide * STATE + run.taught * row)
+    formula = (
+        f"{run.tokens:,.0f} tokens x ({states} states x {wide:,} x {STATE} bytes + {run.taught:g} x {row} of the "
+        f"target's {TOP_K} best)"
     )
-    return figures
-
-
-def _server_fits(run: TrainingRun, usable: int) -> bool:
-    held = target_bytes(run.decoder, run.quantisation, device=run.card.device, cards=run.server_cards)
-    return held + CUDA_RUNTIME <= usable
-
-
-def _bits(run: TrainingRun) -> str:
-    return f"matrices of {run.quantisation.bits:.3g} bits"
+    return [*figures, TrainingFigure("a cache on disk", value, "bytes", formula)]

@@ -1,1 +1,1 @@
-"""Quantised checkpoints as they are published, of targets and drafters: what config.json says, and their tensors."""
+"""Quantised checkpoints as they are published: what config.json says, and how the tensors of a module are read."""

@@ -1,1 +1,1 @@
-"""Other servers as eyas asks them: where they are, which model they serve, and what to do when they go away."""
+"""Client of other inference servers: addresses, a pool with retries, completions as token ids."""

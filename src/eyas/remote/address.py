@@ -1,4 +1,4 @@
-"""Where a server is, and which model it serves."""
+"""Address of a server, its model, and its error messages."""
 
 import json
 from collections.abc import Mapping
@@ -10,15 +10,14 @@ from eyas.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server is, and what lets one in."""
+    """URL and API key of a server."""
 
     url: str
-    """Without /v1."""
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, url: str, *, api_key: str | None = None) -> "Address":
-        """From what a user gives, with or without the path."""
+        """Parse a URL, with or without /v1."""
         plain = url.rstrip("/").removesuffix("/v1").rstrip("/")
         if not plain.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
@@ -28,12 +27,11 @@ class Address:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
         return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
 
 
 def read_model_card(reply: tuple[int, bytes], address: Address, model: str | None) -> Mapping[str, Any]:
-    """What `/v1/models` says of a model, or of the only one; refuse what is no OpenAI server or does not serve it."""
+    """The entry of `model`, or of the only model, in a reply of `/v1/models`; raises if there is none."""
     status, body = reply
     if status in (401, 403):
         raise UserError(f"{address.url} lets only holders of a key in ({status}); give --api-key")
@@ -54,3 +52,18 @@ def read_model_card(reply: tuple[int, bytes], address: Address, model: str | Non
     if model not in cards:
         raise UserError(f"{address.url} does not serve {model!r}; give --model {' or '.join(cards)}, or leave it out")
     return cards[model]
+
+
+def error_message(body: object) -> str:
+    """The message of an error reply, given as bytes or parsed, in one line."""
+    if isinstance(body, bytes):
+        text = body.decode("utf-8", "replace")
+        try:
+            body = json.loads(text)
+        except ValueError:
+            body = text
+    if isinstance(body, dict):
+        body = body.get("error") or body
+    if isinstance(body, dict):
+        body = body.get("message") or body.get("detail") or body
+    return " ".join(str(body).split())[:300]

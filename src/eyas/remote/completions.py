@@ -1,16 +1,17 @@
-"""Token ids in, token ids out, by `/v1/completions`, and which of three ways a server has to tell the second."""
+"""Completions as token ids by `/v1/completions`, in whichever of three ways a server reports ids."""
 
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
 from eyas.errors import UserError
-from eyas.remote.server_pool import BrokenReplyError, RemoteServer, RetryPolicy, error_message
-from eyas.remote.token_names import TokenNames
+from eyas.remote.address import error_message
+from eyas.remote.server_pool import BrokenReplyError, RemoteServer, RetryPolicy
 
 PATH = "/v1/completions"
 TOKEN_IDS: Mapping[str, Any] = {"return_token_ids": True}
@@ -19,35 +20,70 @@ WAYS: tuple[Mapping[str, Any], ...] = (
     {"logprobs": 1, "return_tokens_as_token_ids": True},
     {"logprobs": 1},
 )
-"""Fields by which a server may tell which tokens it generated, the best first."""
+"""Request fields that make servers report token ids, the best first."""
 ID_PREFIX = "token_id:"
 TRIAL_TOKENS = 8
 BUSY_TRIES = 60
+UNFINISHED = "\ufffd"
+"""Text of a part of a character; many tokens have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a server generated."""
+    """An answer of a server."""
 
     ids: tuple[int, ...] | None
-    """None where they are not certain."""
     text: str
     stopped: bool
-    """Whether the model or a stop string ended it, and not a length."""
+    """Ended by a stop token or stop string, rather than by a length limit."""
     missing_stop: bool
-    """Whether the server counts one token more: the stop token, which it did not tell."""
+    """The server counts one token more: a stop token that it does not report."""
     stop_id: int | None
-    """The stop token, where the server names it."""
+    """The stop token, if the server names it."""
+
+
+class TokenNames:
+    """Finds token ids from a text and the texts of its tokens (`logprobs`), where these are unambiguous.
+
+    They are the tokenizer's own ids if it splits the text at the same places and no other token has the same text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def find_ids(self, text: str, names: Sequence[str], before: int) -> tuple[int, ...] | None:
+        """The ids of `text`, split into `names`, after the token `before`; None if they are not certain."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != len(names) or UNFINISHED in "".join(names):
+            return None
+        for id_, name in zip(ids, names, strict=True):
+            if self._read(id_) != name:
+                return None
+            # Tokens with the same text may differ after another token, by a leading space.
+            pair = self._read(before, id_)
+            if any(other != id_ and self._read(before, other) == pair for other in self._ids_by_name[name]):
+                return None
+            before = id_
+        return tuple(ids)
+
+    def _read(self, *ids: int) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @cached_property
+    def _ids_by_name(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for id_ in sorted(self._tokenizer.get_vocab().values()):
+            found.setdefault(self._read(id_), []).append(id_)
+        return found
 
 
 class CompletionReader:
-    """Reads the replies of servers that have this tokenizer."""
+    """Reads replies of servers that use this tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._names, self._vocab_size = TokenNames(tokenizer), vocab_size
 
     def read(self, reply: Any, prompt: Sequence[int], server: RemoteServer) -> Completion:
-        """The one choice of a reply to a prompt of ids."""
         choice = _choice(reply)
         read_ids = choice.get("prompt_token_ids")
         if isinstance(read_ids, list) and read_ids != list(prompt):
@@ -94,7 +130,7 @@ class CompletionReader:
 
 
 class ServerTrial:
-    """Tries a server with a short prompt before it is given work: whether its tokens can be known, and are ours."""
+    """Tries a server with a short prompt: it must report token ids, and have the target's tokenizer."""
 
     def __init__(
         self,
@@ -112,7 +148,7 @@ class ServerTrial:
         self._stop_ids, self._decode, self._max_length, self._report = stop_ids, decode, max_length, report
 
     async def __call__(self, server: RemoteServer) -> Mapping[str, Any]:
-        """Which fields make this server tell its tokens."""
+        """The request fields that make this server report token ids."""
         url, most = server.address.url, server.card.get("max_model_len")
         if isinstance(most, int) and most < self._max_length:
             raise UserError(f"--max-length {self._max_length} is above the {most} tokens that {url} serves; lower it")
@@ -153,10 +189,10 @@ class ServerTrial:
         return status, reply
 
     def _require_same_words(self, completion: Completion, url: str) -> None:
-        """Refuse a server whose tokens read otherwise here: it has another tokenizer, so another model."""
+        """Refuse a server with another tokenizer."""
         ids = [id_ for id_ in completion.ids or () if id_ not in self._stop_ids]
-        ours = {self._decode(ids, skip).strip().strip("\ufffd") for skip in (True, False)}
-        if not any(completion.text.strip().strip("\ufffd").startswith(text) for text in ours):
+        ours = {self._decode(ids, skip).strip().strip(UNFINISHED) for skip in (True, False)}
+        if not any(completion.text.strip().strip(UNFINISHED).startswith(text) for text in ours):
             raise UserError(
                 f"{url} reads tokens {ids} as {completion.text!r}, and the target's tokenizer as {max(ours)!r}; give "
                 "--target the model that it serves"

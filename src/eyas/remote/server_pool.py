@@ -1,8 +1,8 @@
-"""Several servers of one model as one: a request goes to the idlest, to another if that one dies, and waits if all did.
+"""Pool of servers of one model: a request goes to the least busy one, and waits while all are down.
 
-A server that breaks a connection or fails is set aside and asked for its model until it answers as before; requests
-that it held are sent again. Only a request that keeps failing on servers that are well is given up
-(`RequestFailedError`), and only what is wrong with the request itself is never sent again (`RequestRefusedError`).
+A server that breaks a connection or fails is set aside and probed until it serves the model again; its requests are
+sent again. A request that keeps failing on healthy servers raises `RequestFailedError`; one that a server refuses
+raises `RequestRefusedError` at once.
 """
 
 import asyncio
@@ -11,44 +11,43 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 import aiohttp
 
 from eyas.errors import UserError
-from eyas.remote.address import Address, read_model_card
+from eyas.remote.address import Address, error_message, read_model_card
 
 Read = TypeVar("Read")
 
 PROBE_SECONDS = 30.0
-"""For a server to say which model it has."""
-_BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""Timeout of /v1/models."""
+CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 _BUSY = (408, 425, 429, 503)
 
 
 class RequestRefusedError(Exception):
-    """The server does not take this request, and would not the next time."""
+    """The server refuses this request; it is not sent again."""
 
 
 class RequestFailedError(Exception):
-    """The request failed as often as it may."""
+    """The request failed too often."""
 
 
 class BrokenReplyError(Exception):
-    """What came is no answer, though it says so; asking again may help."""
+    """A reply of status 200 is not a valid answer; the request may be sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long and how often. Seconds."""
+    """Time limits in seconds, and number of attempts."""
 
     timeout: float = 3600.0
     """For one answer."""
     patience: float = 1800.0
-    """While no server is there at all."""
+    """While no server is up."""
     attempts: int = 6
-    """For a request that reached a server."""
+    """For a request that reaches a server."""
     first_delay: float = 0.5
     longest_delay: float = 30.0
 
@@ -59,50 +58,41 @@ class RetryPolicy:
             )
 
     def delay(self, failures: int) -> float:
-        """Before the next try, spread so that thousands do not come at once."""
+        """Seconds before the next attempt: exponential backoff with jitter."""
         return min(self.longest_delay, self.first_delay * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
 
 
 @dataclass(kw_only=True, eq=False)
 class RemoteServer:
-    """One of them, and how it is."""
+    """A server of the pool, with its state."""
 
     address: Address
     session: aiohttp.ClientSession
     card: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that requests to this server have beside the others."""
     in_flight: int = 0
     up: bool = False
     watch: asyncio.Task[None] | None = None
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
-        async with asyncio.timeout(PROBE_SECONDS), self.session.get(self._url(path), headers=self._headers) as reply:
+        url, headers = self.address.url + path, self.address.headers
+        async with asyncio.timeout(PROBE_SECONDS), self.session.get(url, headers=headers) as reply:
             return reply.status, await reply.read()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes, float]:
-        """Status, body, and how many seconds the server wants to be left alone."""
-        headers = {**self._headers, "content-type": "application/json"}
+        """Status, body, and seconds to wait by `Retry-After`."""
+        headers = {**self.address.headers, "content-type": "application/json"}
         payload = json.dumps({**body, **self.extra}).encode()
-        async with self.session.post(self._url(path), data=payload, headers=headers) as reply:
+        async with self.session.post(self.address.url + path, data=payload, headers=headers) as reply:
             return reply.status, await reply.read(), _seconds(reply.headers.get("Retry-After"))
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return self.address.headers
-
-    def _url(self, path: str) -> str:
-        return self.address.url + path
 
 
 Admit = Callable[[RemoteServer], Awaitable[Mapping[str, Any]]]
-"""Tries a server that is new or was gone, and says which fields its requests have beside the others; raises `UserError`
-for one that cannot be used."""
+"""Tries a new or returned server and returns request fields for it alone; raises `UserError` if it cannot be used."""
 
 
 class ServerPool:
-    """See above; used inside `async with`, by one event loop."""
+    """Pool of servers, an async context manager for one event loop."""
 
     def __init__(
         self,
@@ -114,7 +104,7 @@ class ServerPool:
     ) -> None:
         urls = [address.url for address in addresses]
         if not urls or len(set(urls)) < len(urls):
-            raise UserError(f"{len(urls)} servers are given, {len(set(urls))} of them apart; name each once")
+            raise UserError(f"{len(urls)} servers are given, {len(set(urls))} of them distinct; name each once")
         self._addresses, self._model = tuple(addresses), model
         self._retry, self._report = retry or RetryPolicy(), report
         self._admit: Admit | None = None
@@ -127,9 +117,7 @@ class ServerPool:
         self.servers = tuple(RemoteServer(address=address, session=self._session) for address in self._addresses)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         watches = [server.watch for server in self.servers if server.watch is not None]
         for watch in watches:
             watch.cancel()
@@ -137,7 +125,7 @@ class ServerPool:
         await self._session.close()
 
     async def identify(self) -> Mapping[str, Any]:
-        """Ask all which model they have; the card of the first that answers. All must have the same."""
+        """Ask all servers for their model, which must be the same; return the first's entry in /v1/models."""
         problems = await asyncio.gather(*(self._ask_for_model(server) for server in self.servers))
         known = [server for server in self.servers if server.card]
         if not known:
@@ -154,7 +142,7 @@ class ServerPool:
         return known[0].card
 
     async def start(self, admit: Admit) -> None:
-        """Try every server that is there, and begin to wait for the others."""
+        """Try every server that is up, and wait for the others in the background."""
         self._admit = admit
         for server in self.servers:
             problem = "it does not answer" if not server.card else await self._admit_patiently(server, admit)
@@ -164,12 +152,12 @@ class ServerPool:
                 self._suspect(server, problem)
 
     async def _admit_patiently(self, server: RemoteServer, admit: Admit) -> str | None:
-        """Why a server cannot be tried. Connections that were kept meanwhile may be closed by now."""
+        """Try a server, again if its connections break; return the problem, if any."""
         problem = ""
         for failures in range(self._retry.attempts):
             try:
                 server.extra = await admit(server)
-            except _BROKEN as error:
+            except CONNECTION_ERRORS as error:
                 problem = describe_failure(error, self._retry.timeout)
                 await asyncio.sleep(self._retry.delay(failures))
             else:
@@ -177,10 +165,7 @@ class ServerPool:
         return problem
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any, RemoteServer], Read]) -> Read:
-        """Send until a server answers, and return what `read` makes of that.
-
-        `read` may raise `BrokenReplyError`.
-        """
+        """Send a request until a server answers, and return `read` of the reply; it may raise `BrokenReplyError`."""
         failures, busy = 0, 0
         while True:
             server = await self._choose()
@@ -193,7 +178,7 @@ class ServerPool:
                 reached = True
             except BrokenReplyError as error:
                 problem, status, wait, reached = str(error), 500, 0.0, True
-            except _BROKEN as error:
+            except CONNECTION_ERRORS as error:
                 problem, status, wait = describe_failure(error, self._retry.timeout), 500, 0.0
                 reached = not isinstance(error, aiohttp.ClientConnectorError)
             finally:
@@ -214,7 +199,7 @@ class ServerPool:
                 await asyncio.sleep(self._retry.delay(failures))
 
     async def _choose(self) -> RemoteServer:
-        """The idlest server that is up; wait for one if there is none."""
+        """The least busy server that is up; wait for one if there is none."""
         while not any(server.up for server in self.servers):
             try:
                 async with asyncio.timeout(max(0.0, self._none_since + self._retry.patience - time.monotonic())):
@@ -231,7 +216,7 @@ class ServerPool:
         self._ready.set()
 
     def _suspect(self, server: RemoteServer, problem: str) -> None:
-        """Give the server nothing until it has said that it is well."""
+        """Take the server out of the pool until it answers again."""
         if server.watch is not None:
             return
         server.up = False
@@ -253,20 +238,20 @@ class ServerPool:
         self._set_up(server)
 
     async def _try(self, server: RemoteServer, *, again: bool) -> str | None:
-        """Why a server cannot be used; one that was gone is admitted anew, as it may be another."""
+        """Probe a server and return the problem, if any; one that was gone is tried anew."""
         try:
             why = await self._ask_for_model(server)
             if why is None and (again or not server.extra) and self._admit is not None:
                 server.extra = {}
                 server.extra = await self._admit(server)
-        except (UserError, *_BROKEN) as error:
+        except (UserError, *CONNECTION_ERRORS) as error:
             return str(error) if isinstance(error, UserError) else describe_failure(error, PROBE_SECONDS)
         return why
 
     async def _ask_for_model(self, server: RemoteServer) -> str | None:
         try:
             reply = await server.get("/v1/models")
-        except _BROKEN as error:
+        except CONNECTION_ERRORS as error:
             return describe_failure(error, PROBE_SECONDS)
         if reply[0] >= 500:
             return f"{reply[0]}: {error_message(reply[1])}"
@@ -282,29 +267,16 @@ def _parsed(body: bytes) -> Any:
 
 
 def _seconds(text: str | None) -> float:
-    """`Retry-After`, where it is a number."""
     try:
         return min(600.0, max(0.0, float(text or 0)))
     except ValueError:
         return 0.0
 
 
-def error_message(body: bytes) -> str:
-    """What a server says is wrong, in one line."""
-    text = body.decode("utf-8", "replace")
-    try:
-        told = json.loads(text)
-        error = told.get("error", told) if isinstance(told, dict) else told
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except ValueError:
-        pass
-    return " ".join(text.split())[:300]
-
-
 def describe_failure(error: BaseException, seconds: float) -> str:
-    """Why a connection gave nothing."""
+    """A connection error in words."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection ({error.os_error.strerror or error.os_error})"
     if isinstance(error, TimeoutError):
-        return f"no answer in {seconds:g} s"
+        return f"timed out after {seconds:g} s"
     return f"the connection broke ({error or type(error).__name__})"

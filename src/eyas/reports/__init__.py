@@ -1,1 +1,1 @@
-"""HTML reports: one file each that opens anywhere, offline. Templates, one stylesheet, charts without a script."""
+"""HTML reports in single files that work offline: templates, stylesheet, SVG charts; also PNG plots."""

@@ -1,10 +1,8 @@
-"""Charts as inline SVG: no script, no font, no file from elsewhere; colours are the report's own, in light and dark.
+"""Line charts as inline SVG, without scripts or fonts, in the report's light and dark colours.
 
-A chart is a box of fixed coordinates that scales with the page. This file computes where things are;
-`templates/chart.html.j2` draws them. Values that are None leave a gap. Series differ by colour, by dashes and by the
-shape of their points, so that no two need a colour to be told apart.
-
-The box is as wide as a phone shows it: its text, 14 units high, is 12 px or more wherever a page shows a chart.
+A chart has fixed coordinates and scales with the page. This file computes positions; `templates/chart.html.j2` draws
+them. None values leave a gap. Series differ by colour, dashes and point shape, so that colour is never needed to tell
+them apart. The width suits a phone: text of 14 units is at least 12 px high on any page.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,17 +16,16 @@ from eyas.reports.render import render
 WIDTH, HEIGHT = 360, 270
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 36, 52
 COLOURS = 6
-"""Colours of the stylesheet."""
 SHAPES = ("circle", "square", "triangle", "diamond")
 SIZE = 4.0
-"""Of a point, from its middle to its edge."""
+"""Radius of a point."""
 
 Number = float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points joined, with a band where there is one."""
+    """A series of points joined by a line, optionally with a band."""
 
     label: str
     x: Sequence[float]
@@ -36,26 +33,26 @@ class Line:
     low: Sequence[Number] = field(default_factory=tuple)
     high: Sequence[Number] = field(default_factory=tuple)
     colour: int = 0
-    """Which of the stylesheet's colours."""
+    """Index of a colour in the stylesheet."""
     dashes: int | None = None
-    """Which of the stylesheet's dashes, 0 being a whole line; that of the colour unless told."""
+    """Index of a dash pattern in the stylesheet, 0 for a solid line; by default that of the colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """What a chart shows."""
+    """Axes of a chart."""
 
     across: str
-    """Title of the axis below, with its unit."""
+    """Title of the horizontal axis, with its unit."""
     up: str
-    """Title of the axis on the left, with its unit."""
+    """Title of the vertical axis, with its unit."""
     y_min: float | None = None
     y_max: float | None = None
     percent: bool = False
     diagonal: bool = False
-    """Draw where y equals x."""
+    """Draw the line y = x."""
     names: Sequence[str] = ()
-    """What x = 0, 1, 2, ... is called, where x is no number."""
+    """Labels of x = 0, 1, 2, ..., if x is no number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +65,12 @@ class Figure:
 
 
 def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
-    """An SVG element and its legend, or a line that says that nothing was measured."""
+    """An SVG element with its legend, or a note that nothing was measured."""
     lines = [line for line in lines if any(y is not None for y in line.y)]
     if not lines:
         return render("chart.html.j2", lines=[])
     scale = _Scale(lines, axes)
-    told = _told(scale.ticks, percent=axes.percent)
+    labels = _tick_labels(scale.ticks, percent=axes.percent)
     diagonal = None
     if axes.diagonal:
         ends = max(scale.left, scale.bottom), min(scale.right, scale.top)
@@ -88,7 +85,7 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
         top=TOP,
         bottom=HEIGHT - BOTTOM,
         middle=LEFT + (WIDTH - LEFT - RIGHT) / 2,
-        rows=[(scale.y(tick), text) for tick, text in zip(scale.ticks, told, strict=True)],
+        rows=[(scale.y(tick), text) for tick, text in zip(scale.ticks, labels, strict=True)],
         columns=[(scale.x(tick), _name(tick, axes)) for tick in (_named(axes.names) if axes.names else _across(scale))],
         below=HEIGHT - BOTTOM + 18,
         diagonal=diagonal,
@@ -97,7 +94,7 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
 
 
 class _Scale:
-    """From values to coordinates."""
+    """Maps values to coordinates."""
 
     def __init__(self, lines: Sequence[Line], axes: Axes) -> None:
         xs = [x for line in lines for x in line.x]
@@ -121,7 +118,6 @@ class _Scale:
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
     def points(self, values: Sequence[tuple[float, float]]) -> str:
-        """As SVG's `points`."""
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in values)
 
 
@@ -134,8 +130,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _told(values: Sequence[float], *, percent: bool) -> list[str]:
-    """Ticks in few characters: there is little room beside an axis."""
+def _tick_labels(values: Sequence[float], *, percent: bool) -> list[str]:
+    """Short labels of ticks."""
     if percent:
         spec = ".0%" if values[1] - values[0] >= 0.01 else ".1%"
         return [format(value, spec) for value in values]
@@ -149,14 +145,14 @@ def _name(x: float, axes: Axes) -> str:
 
 
 def _named(names: Sequence[str]) -> list[int]:
-    """Which names there is room for."""
+    """Indices of the names that fit below the axis."""
     room = (WIDTH - LEFT - RIGHT) / (8 * max(map(len, names)) + 8)
     step = ceil(len(names) / max(1.0, room))
     return list(range(0, len(names), step))
 
 
 def _across(scale: _Scale) -> list[float]:
-    """Where to name x: the first depth and round ones behind it, or round numbers."""
+    """Ticks of the horizontal axis: round numbers, or 1 and round numbers after it for depths."""
     inside = [t for t in ticks(scale.left, scale.right, 4) if scale.left - 1e-9 <= t <= scale.right + 1e-9]
     if scale.left == 1 and scale.right >= 4:
         step = max(1, round((scale.right - 1) / 4))
@@ -165,7 +161,6 @@ def _across(scale: _Scale) -> list[float]:
 
 
 def _drawn(line: Line, scale: _Scale, axes: Axes) -> dict[str, object]:
-    """A line in coordinates."""
     band = [
         (x, low, high)
         for x, low, high in zip(line.x, line.low, line.high, strict=False)
@@ -195,7 +190,7 @@ def _drawn(line: Line, scale: _Scale, axes: Axes) -> dict[str, object]:
 
 
 def _runs(line: Line) -> Iterator[list[tuple[float, float]]]:
-    """Stretches without a gap."""
+    """Runs of points without a gap."""
     run: list[tuple[float, float]] = []
     for x, y in zip(line.x, line.y, strict=True):
         if y is not None:
@@ -208,7 +203,7 @@ def _runs(line: Line) -> Iterator[list[tuple[float, float]]]:
 
 
 def marker(series: int, x: float, y: float) -> str:
-    """The point of a series as an SVG path: each has its own shape."""
+    """The SVG path of a point; shapes differ by series."""
     r = SIZE
     shape = SHAPES[series % len(SHAPES)]
     if shape == "circle":

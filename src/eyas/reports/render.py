@@ -1,10 +1,8 @@
-"""Templates to HTML.
+"""Renders HTML templates.
 
-Invariant: every value is escaped, since names and errors in a report come from users and servers. Only what another
-template rendered (`Markup`) is inserted as it is. A value that a template needs and was not given raises.
-
-A page has one stylesheet and one script, both its own; its policy names them by their hashes, so that a browser applies
-and runs nothing else, whatever a name or an error might smuggle in.
+All values are escaped, since names and errors in a report come from users and servers; only output of other templates
+(`Markup`) is not. A missing value raises. The content security policy of a page names the hashes of its stylesheet and
+script, so that a browser runs nothing else.
 """
 
 from base64 import b64encode
@@ -18,29 +16,28 @@ from markupsafe import Markup
 
 
 def render(template: str, **context: object) -> Markup:
-    """Render a file of `templates/`; the result can stand in another template without being escaped again."""
+    """Render a file of `templates/`; the result is not escaped again in another template."""
     return Markup(_environment().get_template(template).render(context))
 
 
 def number(value: float | None, spec: str) -> str:
-    """A number in Python's format language; "-" where there is none."""
+    """Format a number; "-" for None."""
     return "-" if value is None else format(value, spec)
 
 
 def lead(kind: str, text: str) -> Mapping[str, str]:
-    """The first line of a report. `kind` is a class of the stylesheet: healthy, warning, fault, unknown or note."""
+    """The first line of a report; `kind` is a CSS class: healthy, warning, fault, unknown or note."""
     return {"kind": kind, "text": text}
 
 
 @cache
 def _own(name: str) -> Markup:
-    """A file of the page as it is."""
     return Markup(files("eyas.reports").joinpath("templates", name).read_text(encoding="utf-8"))
 
 
 @cache
 def _policy() -> str:
-    """What a browser may apply and run: these two texts, and nothing from anywhere."""
+    """The content security policy: own stylesheet and script only."""
     style, script = (b64encode(sha256(_own(name).encode()).digest()).decode() for name in ("style.css", "report.js"))
     return (
         f"default-src 'none'; style-src 'sha256-{style}'; script-src 'sha256-{script}'; base-uri 'none'; "

@@ -1,7 +1,7 @@
-"""Admission control: how many answers the server accepts at once, and when it stops accepting.
+"""Admission control: the number of answers that the server accepts at once.
 
 When the engine and the queue are full, a client gets 429 with Retry-After instead of an endless wait. A count is
-enough, because the scheduler decides who runs.
+enough, because the scheduler decides which answers run.
 """
 
 from collections.abc import Iterator
@@ -32,16 +32,12 @@ class AdmissionController:
         if self.draining:
             raise ApiError(503, "the server is shutting down; try another one", code="shutting_down", retry=1)
         if count > self.capacity:
-            raise ApiError(
-                400,
-                f"{count} answers were asked for at once, above the {self.capacity} there is room for; ask for fewer",
-            )
+            message = f"{count} answers were asked for at once, above the {self.capacity} there is room for"
+            raise ApiError(400, f"{message}; ask for fewer")
         if self.in_flight + count > self.capacity:
             retry = self.retry_after
-            message = (
-                f"{self.in_flight} of {self.capacity} places are taken and {count} are needed; try again in {retry} s"
-            )
-            raise ApiError(429, message, code="queue_full", retry=retry)
+            message = f"{self.in_flight} of {self.capacity} places are taken and {count} are needed"
+            raise ApiError(429, f"{message}; try again in {retry} s", code="queue_full", retry=retry)
 
     @property
     def retry_after(self) -> int:
@@ -57,7 +53,7 @@ class AdmissionController:
         started = monotonic()
         try:
             yield
-            # Not for what was refused or failed: it says nothing about how long an answer takes.
+            # Not for requests that were refused or failed: they say nothing about the time of an answer.
             self._mean_seconds += DECAY * (monotonic() - started - self._mean_seconds)
         finally:
             self.in_flight -= count

@@ -9,6 +9,14 @@ from typing import Any
 from eyas.engine.async_engine import EngineError
 from eyas.errors import UserError
 
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
 
 class ApiError(Exception):
     """An error response."""
@@ -32,13 +40,14 @@ class ApiError(Exception):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+def invalid(field: str, message: str, code: str | None = None) -> ApiError:
+    """A 400 for a field of the body."""
+    return ApiError(400, message, field=field, code=code)
+
+
+def unsupported(field: str, message: str) -> ApiError:
+    """A 400 for a field that this server, or this model, does not support."""
+    return invalid(field, message, code="unsupported_parameter")
 
 
 def to_api_error(error: BaseException) -> ApiError:

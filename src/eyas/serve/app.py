@@ -16,8 +16,7 @@ from starlette.routing import Route
 from eyas import __version__
 from eyas.errors import UserError
 from eyas.serve.access.audit import AuditMiddleware, mark_recorded, note_refusal
-from eyas.serve.access.auth import ApiKeyMiddleware
-from eyas.serve.access.host_check import HostMiddleware
+from eyas.serve.access.auth import ApiKeyMiddleware, HostMiddleware
 from eyas.serve.access.policy import AccessRules
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.context import ServerContext
@@ -33,10 +32,8 @@ from eyas.serve.learning.learner import LearnerSettings
 from eyas.serve.learning.loop import LearningLoop
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.json_logging import log_event
-from eyas.serve.monitoring.metrics import CONTENT_TYPE
-from eyas.serve.monitoring.status import state_of, status_of
-from eyas.serve.monitoring.status_history import StatusHistory
-from eyas.serve.monitoring.vllm_metrics import MetricsNames
+from eyas.serve.monitoring.metrics import CONTENT_TYPE, MetricsNames
+from eyas.serve.monitoring.status import StatusRecorder, state_of, status_of
 from eyas.serve.openapi import openapi_document
 from eyas.serve.page_files import page_routes
 from eyas.serve.protocol.completions import ChatCompletionRequest, CompletionRequest
@@ -46,10 +43,9 @@ from eyas.serve.transport.root_path import RootPathMiddleware
 
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
-"""A status that nobody receives: nginx's, for a client that has left."""
-
+"""nginx's status for a client that has left; nobody receives it."""
 EXPOSED_HEADERS = ("x-request-id", "retry-after")
-"""What web pages of allowed origins may read beside the body."""
+"""Headers that web pages of allowed origins may read."""
 
 
 class Application:
@@ -69,32 +65,21 @@ class Application:
         learn_folder: LearnFolder | None = None,
         slot: DrafterSlot,
     ) -> None:
-        context = ServerContext.create(
-            engine_client,
-            model_info,
-            limits or ServerLimits(),
-            policy or RequestPolicy(),
-            metrics_names,
-            learn_folder,
-        )
+        limits, policy, access = limits or ServerLimits(), policy or RequestPolicy(), access or AccessRules()
+        context = ServerContext.create(engine_client, model_info, limits, policy, metrics_names, learn_folder)
         swaps = DrafterSwaps(engine_client, model_info, context.metrics, context.drafter_changes, slot)
         if learn_folder is not None and learn_folder.learner is not None:
             context = replace(context, learning_loop=_learning_loop(learn_folder, learn_folder.learner, context, swaps))
-        self.context = context
-        chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
-        completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
-        self._root_path = root_path
-        self.history = StatusHistory(context)
-        access = access or AccessRules()
-        drafter_swap = DrafterSwapEndpoint(context, swaps, access)
-        tokenizer = TokenizerEndpoints(context)
+        self.context, self._root_path, self.history = context, root_path, StatusRecorder(context)
+        builder, tokenizer = context.request_builder, TokenizerEndpoints(context)
+        completion = Endpoint(CompletionRequest, builder.completion, context)
         routes = [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(ChatCompletionRequest, builder.chat, context), methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
-            Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
+            Route("/v1/responses", ResponsesEndpoint(ChatCompletionRequest, builder.chat, context), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/v1/drafter", drafter_swap.handle, methods=["GET", "POST"]),
+            Route("/v1/drafter", DrafterSwapEndpoint(context, swaps, access).handle, methods=["GET", "POST"]),
             Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
             Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
@@ -123,10 +108,7 @@ class Application:
         )
 
     def close(self) -> None:
-        """End an adaptation that is under way, and write the answers that are still to be kept.
-
-        To be called once nothing is served any more.
-        """
+        """Stop a running adaptation and write the answers that still wait. Call it once nothing is served any more."""
         if self.context.learning_loop is not None:
             self.context.learning_loop.close()
         if self.context.collector is not None:
@@ -156,7 +138,8 @@ class Application:
         return Response(self.context.metrics.render(snapshot), media_type=CONTENT_TYPE)
 
     async def _status(self, _: HttpRequest) -> Response:
-        return JSONResponse(await status_of(self.context), headers={"cache-control": "no-store"})
+        status = await status_of(self.context)
+        return JSONResponse(status.model_dump(), headers={"cache-control": "no-store"})
 
     async def _status_history(self, _: HttpRequest) -> Response:
         headers = {"cache-control": "no-store"}
@@ -167,7 +150,7 @@ class Application:
         return JSONResponse(openapi_document() | servers)
 
     async def _disconnected(self, http: HttpRequest, _: Exception) -> Response:
-        """Record a client that left while it sent its body. The endpoints that generate keep their own records."""
+        """Record a client that left while it sent its body. Endpoints that generate keep their own records."""
         mark_recorded(http.scope)
         path = http.scope["route"].path
         self.context.metrics.requests.labels(path, "disconnected").inc()
@@ -211,12 +194,12 @@ def _learning_loop(
 
 
 def _middleware(access: AccessRules, context: ServerContext, routes: Sequence[Route]) -> list[Middleware]:
-    """From the outermost: the record of refusals, names and origins, headers for allowed origins, keys."""
+    """From the outermost: audit, host and origin, CORS headers for allowed origins, API keys."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=access.allowed_origins,
         allow_methods=("GET", "POST"),
-        allow_headers=("*",),  # no cookies are read, so a header that a page can send gives it nothing
+        allow_headers=("*",),  # no cookies are read, so headers that a page can send give it no rights
         expose_headers=EXPOSED_HEADERS,
     )
     return [
@@ -228,7 +211,7 @@ def _middleware(access: AccessRules, context: ServerContext, routes: Sequence[Ro
 
 
 async def _error_response(http: HttpRequest, error: Exception) -> Response:
-    """Every error in OpenAI's format, the router's too."""
+    """Answer with an error in OpenAI's format, the router's errors included."""
     failure, headers = to_api_error(error), dict[str, str]()
     if isinstance(error, HTTPException):
         failure = ApiError(error.status_code, f"{error.detail}; see /openapi.json for what there is")

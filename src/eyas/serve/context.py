@@ -1,4 +1,4 @@
-"""What all requests to one server share."""
+"""State that all requests to one server share."""
 
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -14,18 +14,17 @@ from eyas.serve.learning.collector import AnswerCollector, LearnFolder
 from eyas.serve.learning.loop import LearningLoop
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.drafter_changes import DrafterChanges
-from eyas.serve.monitoring.metrics import ServerMetrics
-from eyas.serve.monitoring.vllm_metrics import MetricsNames
+from eyas.serve.monitoring.metrics import MetricsNames, ServerMetrics
 from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.target.model import Target
 
 SHORT_BODY_BYTES = 2**16
-"""Takes some tens of milliseconds to tokenize."""
+"""A body of this size takes some tens of milliseconds to tokenize."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerContext:
-    """The engine, the model's facts and everything that is built once per server."""
+    """The engine, facts about the model, and everything that is built once per server."""
 
     engine_client: EngineClient
     model_info: ModelInfo
@@ -37,20 +36,20 @@ class ServerContext:
     compiler: GrammarCompiler
     token_text: TokenText
     collector: AnswerCollector | None = None
-    """Keeps answers to learn from; None: none are kept."""
+    """Keeps answers to learn from; None if none are kept."""
     drafter_changes: DrafterChanges = field(default_factory=DrafterChanges)
-    """Where all who swap drafters note it."""
+    """Every change of drafter is noted here."""
     learning_loop: LearningLoop | None = None
-    """Adapts the drafter to them; None: they are only kept."""
+    """Adapts the drafter to the kept answers; None if they are only kept."""
     started: float = field(default_factory=time.monotonic)
     """When the server started, by the monotonic clock."""
     tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-tokenizer"))
     """For short prompts: tokenizing must not block the event loop."""
     long_prompt_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-long-prompts"))
-    """For long ones, so that short ones do not wait behind them. Encoding leaves the interpreter to others."""
+    """For long prompts, so that short ones do not wait behind them. Encoding releases the interpreter's lock."""
 
     def tokenizer_lane(self, body_bytes: int) -> Executor:
-        """Where to tokenize a body of that size."""
+        """The thread that tokenizes a body of that size."""
         return self.tokenizer_thread if body_bytes <= SHORT_BODY_BYTES else self.long_prompt_thread
 
     @classmethod
@@ -63,10 +62,10 @@ class ServerContext:
         metrics_names: MetricsNames = "both",
         learn_folder: LearnFolder | None = None,
     ) -> "ServerContext":
-        """Build what the endpoints need around an engine."""
+        """Build everything that the endpoints need around an engine."""
         target = engine_client.target
-        # Encoding changes a tokenizer only where its settings differ from what is asked for. Ours never differ after
-        # the first call, so that several threads may encode and decode from then on.
+        # Encoding changes a tokenizer only if its settings differ from the requested ones. After the first call they
+        # never do, so several threads may encode and decode from then on.
         target.tokenizer.encode("a")
         admission = AdmissionController(max_num_seqs=model_info.max_num_seqs, queue=limits.queue)
         metrics = ServerMetrics(model_info.name, metrics_names)

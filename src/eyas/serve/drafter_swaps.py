@@ -1,7 +1,7 @@
-"""Another drafter at work while serving: load it in a thread, switch between two steps, or refuse and change nothing.
+"""Swaps the drafter while serving: loads another in a thread and switches between two steps, or changes nothing.
 
-Whoever wants it, a request of an administrator or what was learnt from traffic, goes through `DrafterSwaps`: one at a
-time, and engine, status and the slot for an engine that must be rebuilt agree afterwards.
+Requests of an administrator and the learner both use `DrafterSwaps`. Swaps run one at a time; afterwards the engine,
+the status and the slot for an engine that must be rebuilt agree.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ class DrafterSlot:
     model: Drafter | None
     load: Callable[[str], Drafter]
     source: str | None = None
-    """What the one in use was loaded from: its name, folder or hub id."""
+    """The name, folder or hub id that the drafter in use was loaded from."""
     swappable: bool = True
-    """Whether requests may ask for another one at all."""
+    """Whether requests may ask for another drafter at all."""
     kept_because: str = "--no-drafter-swap"
-    """Why not, if they may not."""
+    """The reason, if they may not."""
     allowed: Iterable[str] = ()
-    """Names, folders and hub ids that a request may ask for, beside those that come with eyas and none.
+    """Names, folders and hub ids that a request may ask for, beside `none` and those that come with eyas.
 
-    A request may also call a folder by its last part, as answers do.
+    A request may also name a folder by its last part, as answers do.
     """
 
     def source_of(self, name: str) -> str | None:
-        """What to load for a name in a request; None for no drafter."""
+        """The source to load for a name in a request; None for no drafter."""
         if name == NO_DRAFTER:
             return None
         given = [*self.allowed, *SHIPPED]
@@ -55,7 +55,7 @@ class DrafterSlot:
 
 
 class DrafterChangedError(UserError):
-    """Another drafter is in use than the one that was to be replaced."""
+    """The drafter in use is not the one that was to be replaced."""
 
 
 class DrafterSwaps:
@@ -91,11 +91,11 @@ class DrafterSwaps:
         reason: str | None = None,
         instead_of: str | EllipsisType | None = ...,
     ) -> bool:
-        """Load a drafter, or take none, and go on with it; whether weights were copied into the one before.
+        """Load a drafter, or none, and use it. Returns whether its weights were copied into the previous one.
 
-        `name` is what clients see, and `speculation` the default for requests that do not say how they are drafted for;
-        without it, that stays. With `only_in_place` a drafter of another shape is refused. Kind and reason are told.
-        `instead_of` is the source of the only drafter that may be replaced; whoever was quicker has the last word.
+        `name` is what clients see. `speculation` becomes the default for requests that do not say how they are drafted
+        for. With `only_in_place` a drafter of another shape is refused. `kind` and `reason` go into the changes.
+        `instead_of` is the source of the only drafter that may be replaced: a swap in between makes this one fail.
         """
         async with self._lock:
             if instead_of is not ... and self.slot.source != instead_of:
@@ -104,7 +104,7 @@ class DrafterSwaps:
             if source is not None:
                 model = await asyncio.get_running_loop().run_in_executor(self._thread, self.slot.load, source)
             in_place = await self._engine_client.swap_drafter(model, only_in_place=only_in_place)
-            # Nothing below can fail, so status, engine and the slot for a rebuild agree.
+            # Nothing below can fail, so status, engine and slot agree.
             if not in_place:
                 self.slot.model = model
             self.slot.source, model_info = source, self._model_info

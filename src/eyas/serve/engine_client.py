@@ -1,7 +1,7 @@
-"""The engine as the server uses it: generate for requests, take snapshots of its state, swap the drafter, close.
+"""The engine as the server uses it: generate, take snapshots of its state, swap the drafter, close.
 
-Everything above speaks to this protocol, in token ids: routes, templates, parsers of calls, formats of answers, limits.
-There are two engines behind it, eyas' own (`local_engine.py`) and vLLM (`vllm/client.py`).
+The rest of the server uses this protocol, in token ids. There are two engines behind it, eyas' own (`local_engine.py`)
+and vLLM (`vllm/client.py`).
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from eyas.engine.speculation.drift import DriftReport
 from eyas.target.text import TargetText
 
 OnOutput = Callable[[int, Sequence[OutputDelta], SpecDecodeStats], Awaitable[None]]
-"""Takes the index of a request, its newest outputs, and its speculation counts so far. There are several outputs where
-the engine gave more before the last ones were taken."""
+"""Receives the index of a request, its newest outputs, and its speculation counts so far. There are several outputs if
+the engine made more before the last ones were received."""
 SNAPSHOT_SECONDS = 2.0
-"""How long to wait for the engine before the previous snapshot is used."""
+"""The longest wait for the engine; after it the previous snapshot is used."""
 NOTICES = 8
-"""How many of the engine's latest events are kept for /status."""
+"""The engine's latest events that are kept for /status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class EngineSnapshot:
     """Since the server started, over all engines."""
     depth_shares: dict[int, float] = field(default_factory=dict)
     rows_by_depth: dict[int, int] = field(default_factory=dict)
-    """How often each depth was chosen for an answer, in the current engine."""
+    """The number of times that each depth was chosen for an answer, in the current engine."""
     lookups_by_requests: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Where steps overlap and there are suffix drafts: whether looking for them pays (`suffix/lookup_gate.py`)."""
+    """Whether looking up suffix drafts pays, where steps overlap (`suffix/lookup_gate.py`)."""
     collapsed: bool = False
     """Whether the drafter is of no use at present."""
     drift: DriftReport | None = None
@@ -64,46 +64,38 @@ class EngineClient(Protocol):
     @property
     def target(self) -> TargetText:
         """The target's tokenizer, template and sizes."""
-        ...
 
     @property
     def max_depth(self) -> int:
         """The deepest that a request may ask for."""
-        ...
 
     @property
     def failure(self) -> BaseException | None:
         """The error that stopped the engine for good, if any."""
-        ...
 
     @property
     def unavailable(self) -> str | None:
-        """Why nothing is answered just now though it will be again, if so."""
-        ...
+        """The reason why the engine cannot answer for the moment, if so."""
 
     async def generate(self, requests: Sequence[Request], on_output: OnOutput) -> None:
         """Run all requests to their end; if one fails or the caller is cancelled, all leave the engine."""
-        ...
 
     async def snapshot(self) -> EngineSnapshot:
         """The engine's current state, or the previous snapshot if it takes long."""
-        ...
 
     async def swap_drafter(self, drafter: Drafter | None, *, only_in_place: bool = False) -> bool:
         """Use another drafter, or none; if it is refused, nothing changes.
 
-        Whether the drafter before has the other's weights now, and goes on in its place; with `only_in_place` one of
-        another shape is refused.
+        Returns whether its weights were copied into the previous drafter. With `only_in_place` a drafter of another
+        shape is refused.
         """
-        ...
 
     def close(self) -> None:
         """Stop; requests in flight end with an error."""
-        ...
 
 
 async def run_all(streams: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run streams side by side to their end; if one fails, the others are cancelled."""
+    """Run streams concurrently to their end; if one fails, the others are cancelled."""
     first, *others = streams
     if not others:
         await first

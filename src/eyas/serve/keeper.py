@@ -1,7 +1,7 @@
-"""Ends a session of processes when whoever started them is gone, however it went: `python keeper.py SESSION`.
+"""Ends a session of processes when the process that started them has ended: `python keeper.py SESSION`.
 
-Its standard input is a pipe from there, which closes even where nothing else could be done. It imports nothing of
-eyas, so that it takes little memory beside a server that runs for months.
+Its standard input is a pipe from that process, which the system closes in any case. It imports nothing of eyas, so that
+it takes little memory beside a server that runs for months.
 """
 
 import os
@@ -33,6 +33,6 @@ def _session_of(process: Path) -> int:
 if __name__ == "__main__":
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the pipe alone says when it is time
+        signal.signal(number, signal.SIG_IGN)  # only the end of the pipe counts
     sys.stdin.buffer.read()
     end_session(int(sys.argv[1]))

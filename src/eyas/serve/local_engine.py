@@ -1,4 +1,4 @@
-"""eyas' own engine as the server uses it: in this process, on a thread of its own, under a supervisor."""
+"""eyas' own engine for the server: in this process, on a thread of its own, with a supervisor."""
 
 import asyncio
 import logging
@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from types import TracebackType
 
 from eyas.drafter.model import Drafter
 from eyas.engine.async_engine import AsyncEngine, EngineError
@@ -34,15 +33,12 @@ class LocalEngineClient:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that stopped the engine for good, if any."""
         return self._async_engine.failure
 
     async def generate(self, requests: Sequence[Request], on_output: OnOutput) -> None:
-        """Run all requests to their end; if one fails or the caller is cancelled, all leave the engine."""
         await run_all(self._stream(index, request, on_output) for index, request in enumerate(requests))
 
     async def snapshot(self) -> EngineSnapshot:
-        """The engine's current state, or the previous snapshot if a step takes long."""
         try:
             async with asyncio.timeout(SNAPSHOT_SECONDS):
                 self._last_snapshot = await self._async_engine.between_steps(self._take_snapshot)
@@ -53,25 +49,17 @@ class LocalEngineClient:
         )
 
     async def swap_drafter(self, drafter: Drafter | None, *, only_in_place: bool = False) -> bool:
-        """Use another drafter, or none, from the next step on; if it is refused, nothing changes.
-
-        Whether the drafter before has the other's weights now, and goes on in its place; with `only_in_place` one of
-        another shape is refused.
-        """
         return await self._async_engine.between_steps(
             lambda engine: engine.swap_drafter(drafter, in_place=True, or_refuse=only_in_place)
         )
 
     def close(self) -> None:
-        """Stop after the current step; requests in flight end with an error."""
         self._async_engine.close()
 
     def __enter__(self) -> "LocalEngineClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _stream(self, index: int, request: Request, on_output: OnOutput) -> None:

@@ -1,4 +1,4 @@
-"""The served model and the server's limits. They stay while the server runs, except for the drafter."""
+"""Facts about the served model, and the server's limits. Only the drafter can change while the server runs."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from eyas.engine.request import Speculation
 from eyas.errors import UserError
 from eyas.plan.memory import BlockBudget
 from eyas.serve.api_error import ApiError
-from eyas.target.generation_defaults import SamplingDefaults
+from eyas.target.text import SamplingDefaults
 
 
 @dataclass(kw_only=True)
@@ -20,31 +20,31 @@ class ModelInfo:
     target: str
     drafter: str | None
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """The most tokens of prompt and answer together."""
     max_num_seqs: int
-    """Most answers that run at once."""
+    """The most answers that run at once."""
     engine: str = "eyas"
-    """What computes the answers: eyas, or vLLM and its version."""
+    """The engine: eyas, or vLLM and its version."""
     own_depths: bool = True
-    """Whether requests may choose how deep they are drafted for."""
+    """Whether requests may choose their speculation mode and depth."""
     quantization: str = "none"
-    """What the target's matrices are quantised as."""
+    """The quantization of the target's matrices."""
     kv_cache_dtype: str = "auto"
-    """What keys and values are kept in; auto: as they are computed."""
+    """The type of cached keys and values; auto: as computed."""
     drafter_quantization: str | None = None
-    """What the drafter's are, where there is one."""
+    """The quantization of the drafter's matrices, if there is a drafter."""
     speculation: Speculation = field(default_factory=Speculation)
-    """The default for requests without `speculative`, as long as there is somebody to draft by it."""
+    """The default for requests without `speculative`, as long as something can draft that way."""
     suffix_depth: int = 0
-    """The most suffix drafts of a request in a step; 0: there are none."""
+    """The most suffix drafts of a request in a step; 0 for none."""
     tool_parser: str | None = None
     """The tool-call format, if the operator named one."""
     reasoning_parser: str | None = None
     """The reasoning format, if the operator named one or `auto`."""
     reasoning_content_alias: bool = False
-    """Whether answers hold reasoning as `reasoning_content` too."""
+    """Whether answers hold reasoning under the name `reasoning_content` too."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """For requests that leave them out; from the model's generation_config.json, unless the operator said otherwise."""
+    """Defaults for requests, from the model's generation_config.json unless the operator chose others."""
     created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def require(self, name: str) -> None:
@@ -54,11 +54,11 @@ class ModelInfo:
 
     @property
     def default_speculation(self) -> Speculation:
-        """How requests that do not say are drafted for."""
+        """The speculation of requests that do not choose."""
         return self.speculation if self.drafter is not None or self.speculation.method == "suffix" else Speculation()
 
     def speculative_card(self) -> dict[str, Any]:
-        """The drafter, and how requests that do not say are drafted for."""
+        """The drafter, and the speculation of requests that do not choose."""
         drafted, default = self.drafter is not None or self.suffix_depth > 0, self.default_speculation
         return {
             "drafter": self.drafter,
@@ -73,28 +73,27 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """How much the server accepts, and how long it waits."""
+    """Limits on sizes, numbers and waiting times."""
 
     queue: int = 256
-    """Answers that may wait for the engine; beyond that clients get 429."""
+    """Answers that may wait for the engine; beyond them clients get 429."""
     max_connections: int | None = None
-    """Open connections; without a number, as many as the limit of open files allows."""
+    """Open connections; None for as many as the limit of open files allows."""
     header_seconds: float = 10.0
-    """For the head of a request to arrive, from the first moment; also for a body that is not wanted any more."""
+    """For the head of a request to arrive; also for the rest of a body that is not needed any more."""
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     """For a body to arrive."""
     request_seconds: float = 600.0
     """From the first byte of a request to the last byte of its response."""
     drain_seconds: float = 30.0
-    """For answers in flight once the server is told to stop."""
+    """For answers in flight once the server was told to stop."""
 
     def __post_init__(self) -> None:
-        for name, least in (("queue", 0), ("body_bytes", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"limit {name} is {getattr(self, name)}; it must be {least} or more")
-        if self.max_connections is not None and self.max_connections < 1:
-            raise UserError(f"limit max_connections is {self.max_connections}; it must be 1 or more")
+        for name, least in (("queue", 0), ("body_bytes", 1), ("max_connections", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"limit {name} is {value}; it must be {least} or more")
         for name in ("header_seconds", "body_seconds", "request_seconds", "drain_seconds"):
             if not getattr(self, name) > 0:
                 raise UserError(f"limit {name} is {getattr(self, name)}; it must be above 0")
@@ -102,15 +101,11 @@ class ServerLimits:
 
 def banner(model_info: ModelInfo, memory: BlockBudget | str) -> list[str]:
     """The lines that the server prints when it starts."""
-    beside = (
-        ", and what occurred before in the text or in earlier answers to the same key"
-        if model_info.suffix_depth
-        else ""
-    )
+    suffix = "what occurred before in the text or in earlier answers to the same key"
     if model_info.drafter is None:
         policy = "no drafter: every token is a pass of the target"
         if model_info.suffix_depth:
-            policy = "no drafter; what occurred before in the text or in earlier answers to the same key, where it pays"
+            policy = f"no drafter; {suffix}, where it pays"
     elif model_info.speculation.mode == "fixed":
         others = " unless a request says otherwise" if model_info.own_depths else " for all requests"
         policy = f"{model_info.drafter}, {model_info.speculation.depth} tokens deep{others}"
@@ -119,7 +114,8 @@ def banner(model_info: ModelInfo, memory: BlockBudget | str) -> list[str]:
     elif model_info.speculation.mode == "off":
         policy = f"{model_info.drafter}, only for requests that ask for it"
     else:
-        policy = f"{model_info.drafter}, as deep as pays by measured cost and acceptance{beside}"
+        policy = f"{model_info.drafter}, as deep as pays by measured cost and acceptance"
+        policy += f", and {suffix}" if model_info.suffix_depth else ""
     return [
         f"serving   {model_info.name} ({model_info.target}), up to {model_info.max_model_len:,} tokens, "
         f"{model_info.max_num_seqs} at once",

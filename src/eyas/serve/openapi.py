@@ -1,32 +1,40 @@
-"""The OpenAPI document. Schemas of request bodies come from `protocol`."""
+"""The OpenAPI document. All schemas come from the pydantic models."""
 
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from eyas import __version__
 from eyas.serve.endpoints.drafter_swap import DrafterSwapRequest
 from eyas.serve.endpoints.tokenize import DetokenizeRequest, TokenizeRequest
-from eyas.serve.monitoring.status import STATUS_SCHEMA
-from eyas.serve.monitoring.status_history import HISTORY_SCHEMA
+from eyas.serve.monitoring.status import Status, StatusHistory
 from eyas.serve.protocol.completions import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
 from eyas.serve.protocol.responses import ResponsesRequest
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+
+class ErrorDetail(BaseModel):
+    """An error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """OpenAI's error body."""
+
+    error: ErrorDetail
+
+
+_POSTS: dict[str, tuple[str, type[BaseModel]]] = {
+    "/v1/chat/completions": ("Answer a conversation.", ChatCompletionRequest),
+    "/v1/completions": ("Continue prompts.", CompletionRequest),
+    "/v1/responses": ("Answer in the Responses API.", ResponsesRequest),
+    "/v1/drafter": ("Swap the drafter.", DrafterSwapRequest),
+    "/tokenize": ("Token ids of a text.", TokenizeRequest),
+    "/detokenize": ("The text of token ids.", DetokenizeRequest),
 }
 _ERROR_RESPONSES = {
     "400": "A field is invalid, unknown or not supported; the message names it.",
@@ -43,46 +51,41 @@ _ERROR_RESPONSES = {
     "503": "The server is shutting down, or the engine is down.",
     "504": "The request took too long.",
 }
+_KEY: dict[str, Any] = {"security": [{"key": []}, {}]}
+_OBJECT = {"type": "object"}
 
 
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI document."""
-    bodies = (ChatCompletionRequest, CompletionRequest)
+    bodies = [body for _, body in _POSTS.values()]
     references, definitions = models_json_schema(
         [
-            (body, "validation")
-            for body in (*bodies, DrafterSwapRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest)
+            *((body, "validation") for body in bodies),
+            *((answer, "serialization") for answer in (Error, Status, StatusHistory)),
         ],
         ref_template="#/components/schemas/{model}",
     )
-    schemas = definitions["$defs"] | {"Error": _ERROR, "Status": STATUS_SCHEMA, "StatusHistory": HISTORY_SCHEMA}
-    for body in bodies:
+    schemas = definitions["$defs"]
+    for body in (ChatCompletionRequest, CompletionRequest):
         schemas[body.__name__] = _with_neutral_values(schemas[body.__name__])
+    paths: dict[str, dict[str, Any]] = {
+        path: {"post": _post(summary, references[body, "validation"])} for path, (summary, body) in _POSTS.items()
+    }
+    paths["/v1/drafter"]["get"] = _get("The drafter in use.", "401") | _KEY
+    status, history = references[Status, "serialization"], references[StatusHistory, "serialization"]
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": __version__},
-        "paths": {
-            "/v1/chat/completions": {
-                "post": _post("Answer a conversation.", references[ChatCompletionRequest, "validation"])
-            },
-            "/v1/completions": {"post": _post("Continue prompts.", references[CompletionRequest, "validation"])},
-            "/v1/responses": {
-                "post": _post("Answer in the Responses API.", references[ResponsesRequest, "validation"])
-            },
-            "/v1/models": {"get": _get("The model that is served.", keys=True)},
-            "/v1/drafter": {
-                "get": _get("The drafter in use.", keys=True),
-                "post": _post("Swap the drafter.", references[DrafterSwapRequest, "validation"]),
-            },
-            "/tokenize": {"post": _post("Token ids of a text.", references[TokenizeRequest, "validation"])},
-            "/detokenize": {"post": _post("The text of token ids.", references[DetokenizeRequest, "validation"])},
+        "paths": paths
+        | {
+            "/v1/models": {"get": _get("The model that is served.", "401") | _KEY},
             "/version": {"get": _get("The version of eyas.")},
             "/load": {"get": _get("Answers in flight, as server_load.")},
             "/ping": {"get": _get("The same as /health.", "503")},
             "/health": {"get": _get("Whether requests are accepted.", "503")},
-            "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
-            "/status": {"get": _get("The server's state; counts are since the start.", keys=True, schema="Status")},
-            "/status/history": {"get": _get("The last hour of /status.", keys=True, schema="StatusHistory")},
+            "/metrics": {"get": _get("Prometheus metrics.", schema={"type": "string"}, content="text/plain")},
+            "/status": {"get": _get("The server's state; counts are since the start.", "401", schema=status) | _KEY},
+            "/status/history": {"get": _get("The last hour of /status.", "401", schema=history) | _KEY},
         },
         "components": {
             "schemas": schemas,
@@ -103,32 +106,23 @@ def _with_neutral_values(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _post(summary: str, body: Any) -> dict[str, Any]:
+    answer = {
+        "description": "The response, or its events if stream is true.",
+        "content": {"application/json": {"schema": _OBJECT}, "text/event-stream": {}},
+    }
     return {
         "summary": summary,
-        "security": [{"key": []}, {}],
+        **_KEY,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {
-            "200": {
-                "description": "The response, or its events if stream is true.",
-                "content": {
-                    "application/json": {"schema": {"type": "object"}},
-                    "text/event-stream": {},
-                },
-            },
-            **{status: _error_response(why) for status, why in _ERROR_RESPONSES.items()},
-        },
+        "responses": {"200": answer} | {status: _error_response(status) for status in _ERROR_RESPONSES},
     }
 
 
-def _get(
-    summary: str, *statuses: str, keys: bool = False, content: str = "application/json", schema: str | None = None
-) -> dict[str, Any]:
-    plain = {"type": "object"} if content == "application/json" else {"type": "string"}
-    content_schema = plain if schema is None else {"$ref": f"#/components/schemas/{schema}"}
-    responses = {"200": {"description": summary, "content": {content: {"schema": content_schema}}}}
-    errors = {status: _error_response(_ERROR_RESPONSES[status]) for status in (*statuses, *(("401",) if keys else ()))}
-    return {"summary": summary, "responses": responses | errors} | ({"security": [{"key": []}, {}]} if keys else {})
+def _get(summary: str, *errors: str, schema: Any = _OBJECT, content: str = "application/json") -> dict[str, Any]:
+    responses = {"200": {"description": summary, "content": {content: {"schema": schema}}}}
+    return {"summary": summary, "responses": responses | {status: _error_response(status) for status in errors}}
 
 
-def _error_response(why: str) -> dict[str, Any]:
-    return {"description": why, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+def _error_response(status: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": _ERROR_RESPONSES[status], "content": {"application/json": {"schema": schema}}}

@@ -1,4 +1,4 @@
-"""The files of the web page: read once, revalidated by ETag, and allowed to load nothing from elsewhere.
+"""Serves the files of the web page: read once, revalidated by ETag, and not allowed to load anything from elsewhere.
 
 The page is static and holds no data. It fetches what it shows with the key that its user enters.
 """
@@ -41,12 +41,11 @@ HEADERS = {
 def page_routes() -> list[Route]:
     """The routes of `/` and of its files under `/page/`."""
     found = {item.name: _StaticFile(item).respond for item in files("eyas.serve").joinpath("page").iterdir()}
-    routes = [Route(f"/page/{name}", respond, methods=["GET"]) for name, respond in found.items() if name != INDEX]
-    return [Route("/", found[INDEX], methods=["GET"]), *routes]
+    return [Route("/" if name == INDEX else f"/page/{name}", one, methods=["GET"]) for name, one in found.items()]
 
 
 class _StaticFile:
-    """One file in memory."""
+    """A file in memory."""
 
     def __init__(self, file: Traversable) -> None:
         self._content = file.read_bytes()

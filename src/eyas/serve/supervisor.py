@@ -1,9 +1,8 @@
-"""Recovery after a failed step: drop the running requests, or replace the engine.
+"""Recovery after a failed step: drops the running requests, or replaces the engine.
 
 A step works on the running requests, so they are lost. Waiting requests hold nothing and continue, if the scheduler's
 integrity check passes. The prefix cache is cleared, because the failed pass may have written anything. If the check
 fails, or the next step fails before any token came, the engine is replaced: same target, same drafter, new KV cache.
-Both cases are logged.
 """
 
 import logging
@@ -25,9 +24,8 @@ class Supervisor:
         self._build = build
         self.failed_steps = 0
         self.replaced = 0
-        """Engines replaced so far."""
         self.replaced_stats = SpecDecodeStats()
-        """Their counts."""
+        """The counts of the replaced engines."""
         self._passes_at_failure: int | None = None
 
     def __call__(self, engine: Engine, error: BaseException) -> tuple[Engine, Collection[int] | None]:
@@ -49,7 +47,7 @@ class Supervisor:
         add_stats(self.replaced_stats, engine.stats)
         self.replaced += 1
         self._passes_at_failure = None
-        # Two engines may not fit in memory. The old one never steps again, so free it first, whoever refers to it.
+        # Two engines may not fit in memory. The old one never steps again, so free it first, even if referenced.
         traceback.clear_frames(error.__traceback__)
         vars(engine).clear()
         _release_memory()

@@ -1,12 +1,15 @@
-"""A target's own code with another attention, through transformers' interface.
+"""Replaces the attention of a transformers model, and fixes rotary embeddings that depend on the sequence's length.
 
-The model runs unchanged; only where it would attend does it call the function registered here, which hands queries,
-keys and values to the callable that the caller passed to the model as `eyas_attend`: transformers hands unknown keyword
-arguments down to every layer. For layers that drop them (StableLM, Nemotron) the engine also puts it into a context
-variable. No masks are built for such a function, so who sees whom is the callable's business. What a model adds to
-causal attention and the callable could not know of is refused, never ignored.
+Through transformers' attention interface, every layer calls `attend_for_transformers`, which calls the `AttendFor` that
+was passed to the model as `eyas_attend`: transformers passes unknown keyword arguments down to every layer. For layers
+that drop them (StableLM, Nemotron) a context variable holds it too. transformers builds no masks for it, so the
+`AttendFor` decides which keys a query sees. Anything beyond causal attention that it would not know of is refused.
 
-Shapes: N tokens of a pass, H query heads, G key heads, K head dim.
+`longrope` and `dynamic` use other frequencies for long sequences than for short ones, and transformers decides by the
+largest position of a pass. With many requests in a pass, an answer would depend on the other requests. `settle_rope`
+fixes the frequencies to those of the longest context, as vLLM and llama.cpp do.
+
+Shapes: N tokens of a pass, H query heads, G key heads, K head dim, F frequencies.
 """
 
 from collections.abc import Iterator
@@ -14,16 +17,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from eyas.errors import UserError
 
 IMPLEMENTATION = "eyas"
+_ROPE_BY_LENGTH = "rope_type_by_length"
+"""Attribute of a rotary module that keeps its original `rope_type`."""
 
 
 class AttendFor(Protocol):
-    """Attends for a target's layers."""
+    """Attention of a target's layers, by the engine or by training."""
 
     def __call__(
         self,
@@ -36,7 +42,7 @@ class AttendFor(Protocol):
         window: int | None,
         sink_logit_H: Tensor | None,
     ) -> Tensor:
-        """Map the queries and the new keys and values of a layer's attention module to outputs [N, H, K]."""
+        """Return the outputs [N, H, K] for queries and new keys and values of one layer's attention module."""
         ...
 
 
@@ -45,7 +51,7 @@ _ATTEND: ContextVar[AttendFor | None] = ContextVar("eyas_attend", default=None)
 
 @contextmanager
 def attending_by(attend: AttendFor | None) -> Iterator[None]:
-    """Who attends meanwhile for layers that are not told."""
+    """Use `attend` in layers that drop `eyas_attend`."""
     token = _ATTEND.set(attend)
     try:
         yield
@@ -55,9 +61,9 @@ def attending_by(attend: AttendFor | None) -> Iterator[None]:
 
 @contextmanager
 def attending_through(model: PreTrainedModel, attend: AttendFor | None = None) -> Iterator[None]:
-    """Let the model attend through `eyas_attend`, or by `attend` where layers drop that; then it is as it was.
+    """Run the model with `eyas_attend`, or with `attend` where layers drop that; its attention is restored at the end.
 
-    Every step does this, so it sets what `set_attn_implementation` sets without the checks that walk all modules.
+    Called in every step, so it sets what `set_attn_implementation` sets without the checks that visit all modules.
     """
     config = model.config
     if not model._can_set_attn_implementation():
@@ -91,7 +97,7 @@ def attend_for_transformers(
     eyas_attend: AttendFor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: q [1, H, N, K] and new k, v [1, G, N, K] to [1, N, H, K]."""
+    """Map q [1, H, N, K] and new k, v [1, G, N, K] to [1, N, H, K]; registered with transformers."""
     if eyas_attend is None:
         eyas_attend = _ATTEND.get()
     if eyas_attend is None:
@@ -110,3 +116,43 @@ def attend_for_transformers(
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_for_transformers)
+
+
+def settle_rope(model: nn.Module, max_model_len: int) -> None:
+    """Fix the frequencies to those of contexts of `max_model_len` tokens; may be called again."""
+    for module in model.modules():
+        if not hasattr(module, _ROPE_BY_LENGTH) and not _by_length(getattr(module, "rope_type", None)):
+            continue
+        rotary: Any = module
+        if not hasattr(rotary, _ROPE_BY_LENGTH):
+            setattr(rotary, _ROPE_BY_LENGTH, rotary.rope_type)
+        original = getattr(rotary, _ROPE_BY_LENGTH)
+        rotary.rope_type = original
+        if isinstance(original, dict):
+            for layer_type, rope_type in original.items():
+                if _by_length(rope_type):
+                    _settle(rotary, f"{layer_type}_", max_model_len, {"layer_type": layer_type})
+            rotary.rope_type = {layer_type: _static(rope_type) for layer_type, rope_type in original.items()}
+        else:
+            _settle(rotary, "", max_model_len, {})
+            rotary.rope_type = _static(original)
+
+
+def _settle(rotary: Any, prefix: str, max_model_len: int, layer_type: dict[str, str]) -> None:
+    """Let the model's own code choose frequencies, in a pass that has the last position."""
+    original_F = getattr(rotary, f"{prefix}original_inv_freq")
+    rotary.register_buffer(f"{prefix}inv_freq", original_F.clone(), persistent=False)
+    setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+    last_11 = torch.tensor([[max_model_len - 1]], device=original_F.device)
+    rotary(original_F.new_zeros(1, 1, 1), position_ids=last_11, **layer_type)
+
+
+def _by_length(rope_type: object) -> bool:
+    if isinstance(rope_type, dict):
+        return any(map(_by_length, rope_type.values()))
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+def _static(rope_type: str) -> str:
+    """A rope type for which transformers does not choose frequencies in every pass."""
+    return "default" if _by_length(rope_type) else rope_type

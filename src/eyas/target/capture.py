@@ -1,9 +1,8 @@
-"""Auxiliary states: the target's residual stream at chosen depths, during an ordinary forward pass.
+"""Auxiliary states: the target's residual stream at chosen layers, captured by hooks in an ordinary forward pass.
 
-The drafter reads a few hidden states of the target. Asking transformers for `output_hidden_states` keeps all of
-them and applies the final norm to the last; hooks keep only what is asked and see the stream before that norm.
-Invariant: id k is the stream after k decoder layers. 0 is what the first layer receives (embeddings, after
-any scaling), L the output of the last layer BEFORE the final norm. States are joined in ascending id order.
+transformers' `output_hidden_states` would keep all states and apply the final norm to the last one.
+Invariant: id k is the residual stream after k decoder layers. 0 is the input of the first layer (embeddings, after any
+scaling), L the output of the last layer BEFORE the final norm. States are concatenated in ascending id order.
 
 Shapes: B batch, T tokens, D hidden size, A number of ids, X = A * D.
 """
@@ -23,35 +22,40 @@ _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 
 class Captured:
-    """The states of the latest forward pass inside a `capture` block."""
+    """States of the latest forward pass in a `capture` block."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self.ids = ids
         self.state_BTD: dict[int, torch.Tensor] = {}
 
     def aux_hidden(self) -> torch.Tensor:
-        """Return the captured states joined on the last dimension, [B, T, A * D]."""
+        """Return the captured states, concatenated: [B, T, A * D]."""
         if len(self.state_BTD) != len(self.ids):
             raise RuntimeError("no states yet: run the model inside the capture block before asking for them")
         states = [self.state_BTD[k] for k in self.ids]
-        # Layers of one model may lie on several devices.
+        # Layers of one model may be on several devices.
         return torch.cat([state_BTD.to(states[-1].device) for state_BTD in states], dim=-1)
 
 
 @contextmanager
 def capture(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[Captured]:
-    """Record the states `ids` of each forward pass of `model` in the block; the latest pass counts."""
+    """Capture the states `ids` of each forward pass of `model` in the block."""
     layers = decoder_layers(model)
     captured = Captured(check_aux_layer_ids(ids, len(layers)))
+
+    def keep_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured.state_BTD[0] = args[0] if args else kwargs["hidden_states"]
+
+    def keep_output(k: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        captured.state_BTD[k] = output if isinstance(output, torch.Tensor) else output[0]
+
     handles = []
     try:
         for k in captured.ids:
             if k == 0:
-                keep_input = partial(_keep_input, captured.state_BTD)
                 handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
             else:
-                keep_output = partial(_keep_output, captured.state_BTD, k)
-                handles.append(layers[k - 1].register_forward_hook(keep_output))
+                handles.append(layers[k - 1].register_forward_hook(partial(keep_output, k)))
         yield captured
     finally:
         for handle in handles:
@@ -59,7 +63,7 @@ def capture(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[Captured]:
 
 
 def check_aux_layer_ids(ids: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
-    """Return `ids` as a tuple when they are ascending and inside 0..L, and refuse anything else."""
+    """Return `ids` as a tuple; refuse ids that are not ascending or outside 0..L."""
     chosen = tuple(ids)
     if not chosen:
         raise UserError(f"no auxiliary layer ids given; name at least one between 0 and {num_hidden_layers}")
@@ -78,7 +82,7 @@ def check_aux_layer_ids(ids: Sequence[int], num_hidden_layers: int) -> tuple[int
 
 
 def select_states(states_NX: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
-    """Of states that were joined as `captured`, those of the layers `wanted`, joined in their order."""
+    """Pick the layers `wanted` out of concatenated states of the layers `captured`."""
     if tuple(wanted) == tuple(captured):
         return states_NX
     of = dict(zip(captured, states_NX.chunk(len(captured), dim=-1), strict=True))
@@ -94,7 +98,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         for name, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    # Experts of a layer are a list too and may be as many as there are layers, but lie deeper.
+    # A layer may have as many experts as there are layers, but their list is nested deeper.
     outermost = [(name, module) for depth, name, module in found if depth == min(entry[0] for entry in found)]
     if len(outermost) != 1:
         names = ", ".join(name for name, _ in outermost) or "none"
@@ -106,18 +110,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def last_norm(decoder: nn.Module) -> nn.Module | None:
-    """The norm between the last layer and the head; None where the architecture keeps it in an unusual place."""
+    """Return the norm between the last layer and the head; None if it has an unusual name."""
     found = (getattr(decoder, name, None) for name in _NORM_NAMES)
     return next((norm for norm in found if isinstance(norm, nn.Module)), None)
-
-
-def _keep_input(
-    state_BTD: dict[int, torch.Tensor], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    state_BTD[0] = args[0] if args else kwargs["hidden_states"]
-
-
-def _keep_output(
-    state_BTD: dict[int, torch.Tensor], k: int, layer: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
-    state_BTD[k] = output if isinstance(output, torch.Tensor) else output[0]

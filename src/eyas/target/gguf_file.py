@@ -1,9 +1,7 @@
-"""A GGUF file as metadata and tensors, with every way a file can be broken turned into one line.
+"""Reads a GGUF file: metadata and tensors. Every broken file is refused in one line.
 
 The header is read here and not by the `gguf` package, whose reader takes seconds for a vocabulary and believes any
-length it finds; dequantisation is the package's.
-Invariant: nothing outside the file's bytes is ever asked for, and nothing is guessed. A key that is not there or of
-the wrong kind, a cut file, a quantisation that cannot be undone: each is refused by name.
+length it finds; dequantisation is the package's. Nothing is read past the end of the file, and nothing is guessed.
 """
 
 import math
@@ -33,7 +31,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """Where one tensor lies in the file; the shape is row-major, the reverse of how GGUF writes it."""
+    """Place of a tensor in the file; the shape is row-major, the reverse of GGUF's."""
 
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -41,7 +39,7 @@ class _Stored:
 
 
 class _Cursor:
-    """Reads little-endian values one after the other and never past the end."""
+    """Reads little-endian values in sequence, never past the end; raises ValueError where bytes break the format."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -49,7 +47,7 @@ class _Cursor:
 
     def bytes(self, count: int) -> bytes:
         if count > len(self._data) - self.position:
-            raise _DamagedError(f"{count} bytes wanted at {self.position} of {len(self._data)}")
+            raise ValueError(f"{count} bytes wanted at {self.position} of {len(self._data)}")
         self.position += count
         return self._data[self.position - count : self.position]
 
@@ -64,36 +62,35 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """So many in a row. A vocabulary has a hundred thousand, so nothing is called for each that need not be."""
+        """Read `count` strings, with few calls for each: a vocabulary has a hundred thousand."""
         data, position, size = self._data, self.position, len(self._data)
         found = []
         for _ in range(count):
             (length,) = _LENGTH.unpack_from(data, position)
             position += _LENGTH.size
             if length > size - position:
-                raise _DamagedError(f"{length} bytes wanted at {position} of {size}")
+                raise ValueError(f"{length} bytes wanted at {position} of {size}")
             found.append(data[position : position + length].decode("utf-8"))
             position += length
         self.position = position
         return found
 
-    def value(self, kind: int) -> Any:
+    def values(self, kind: int, count: int) -> list[Any]:
         if kind == _STRING:
-            return self.string()
+            return self.strings(count)
+        if kind not in _SCALARS:
+            raise ValueError(f"value type {kind}")
+        return self.scalars(_SCALARS[kind], count)
+
+    def value(self, kind: int) -> Any:
         if kind == _ARRAY:
-            inner, count = self.number("I"), self.number("Q")
-            if inner == _STRING:
-                return self.strings(count)
-            return self.scalars(_scalar(inner), count)
-        return self.scalars(_scalar(kind), 1)[0]
-
-
-class _DamagedError(Exception):
-    """The bytes do not follow the format."""
+            inner = self.number("I")
+            return self.values(inner, self.number("Q"))
+        return self.values(kind, 1)[0]
 
 
 class GgufFile:
-    """An open GGUF file; tensors stay on disk until they are asked for."""
+    """An open GGUF file; tensors stay on disk until they are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +103,7 @@ class GgufFile:
             self._values, self._tensors = _read_header(self._data)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
-        except (_DamagedError, UnicodeDecodeError, struct.error) as error:
+        except (ValueError, struct.error) as error:
             raise UserError(f"{path} is damaged or cut short ({error}); download it again") from error
         pieces = self.optional("split.count", int, 1)
         if pieces > 1:
@@ -114,9 +111,12 @@ class GgufFile:
                 f"{path} is one of {pieces} pieces of a model; join them with `llama-gguf-split --merge` first"
             )
 
+    def unsupported(self, reason: str) -> UserError:
+        """Return the error for a model that is not understood; `reason` ends with its punctuation."""
+        return UserError(f"{self.path} {reason} use the model's safetensors folder instead")
+
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every metadata key in file order."""
         return tuple(self._values)
 
     @property
@@ -126,17 +126,15 @@ class GgufFile:
 
     @property
     def tensor_types(self) -> dict[str, int]:
-        """How many tensors are stored in each type."""
         kinds = [stored.kind.name for stored in self._tensors.values()]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
     def required(self, key: str, kind: type[T]) -> T:
-        """Return the value of `key`, which must be there."""
         if key not in self._values:
             raise UserError(f"{self.path} has no key {key}; convert the model to GGUF again with a current converter")
         value = self._values[key]
         if kind is float and isinstance(value, float):
-            # GGUF keeps floats in 32 bits; the shortest decimal is what the model's author wrote (1e-05).
+            # GGUF keeps floats in 32 bits; the shortest decimal is the author's (1e-05).
             value = float(str(np.float32(value)))
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise UserError(
@@ -146,21 +144,19 @@ class GgufFile:
         return value
 
     def optional(self, key: str, kind: type[T], default: D) -> T | D:
-        """Return the value of `key`, or `default` when the file does not have it."""
         return self.required(key, kind) if key in self._values else default
 
     def kind(self, name: str) -> gguf.GGMLQuantizationType:
-        """Return what a tensor is stored as."""
         return self._tensors[name].kind
 
     def packed(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a tensor, row by row; they lie in the file and cannot be written."""
+        """Return the bytes of a tensor by row, read-only and mapped from the file."""
         stored = self._tensors[name]
         shape = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
         return np.frombuffer(self._data, np.uint8, count=math.prod(shape), offset=stored.offset).reshape(shape)
 
     def tensor(self, name: str, part: int | None = None) -> npt.NDArray[np.float32]:
-        """Return a tensor, or one along its first dimension, dequantised to float32."""
+        """Return a tensor, or one part along its first dimension, dequantised to float32."""
         stored, packed = self._tensors[name], self.packed(name)
         try:
             values = gguf.dequantize(packed if part is None else packed[part], stored.kind)
@@ -177,7 +173,7 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Stored]]:
     cursor.bytes(4)
     version = cursor.number("I")
     if version not in _VERSIONS:
-        raise _DamagedError(f"format version {version}, known are {_VERSIONS}")
+        raise ValueError(f"format version {version}, known are {_VERSIONS}")
     tensor_count, value_count = cursor.number("Q"), cursor.number("Q")
     values: dict[str, Any] = {}
     for _ in range(value_count):
@@ -188,10 +184,12 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Stored]]:
         name = cursor.string()
         shape = tuple(reversed(cursor.scalars("Q", cursor.number("I"))))
         kind = cursor.number("I")
-        relative[name] = _Stored(shape=shape, kind=_tensor_type(name, kind), offset=cursor.number("Q"))
+        if kind not in gguf.GGML_QUANT_SIZES:
+            raise ValueError(f"tensor {name} has type {kind}")
+        relative[name] = _Stored(shape=shape, kind=gguf.GGMLQuantizationType(kind), offset=cursor.number("Q"))
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise _DamagedError(f"alignment {alignment}")
+        raise ValueError(f"alignment {alignment}")
     start = math.ceil(cursor.position / alignment) * alignment
     return values, {name: _placed(name, stored, start, len(data)) for name, stored in relative.items()}
 
@@ -199,21 +197,8 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Stored]]:
 def _placed(name: str, stored: _Stored, start: int, end: int) -> _Stored:
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored.kind]
     if not stored.shape or stored.shape[-1] % per_block:
-        raise _DamagedError(f"tensor {name} of shape {stored.shape} cannot be {stored.kind.name}")
+        raise ValueError(f"tensor {name} of shape {stored.shape} cannot be {stored.kind.name}")
     size = math.prod(stored.shape) // per_block * block_bytes
     if start + stored.offset + size > end:
-        raise _DamagedError(f"tensor {name} ends at {start + stored.offset + size} of {end} bytes")
+        raise ValueError(f"tensor {name} ends at {start + stored.offset + size} of {end} bytes")
     return _Stored(shape=stored.shape, kind=stored.kind, offset=start + stored.offset)
-
-
-def _scalar(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise _DamagedError(f"value type {kind}")
-    return _SCALARS[kind]
-
-
-def _tensor_type(name: str, kind: int) -> gguf.GGMLQuantizationType:
-    try:
-        return gguf.GGMLQuantizationType(kind)
-    except ValueError as error:
-        raise _DamagedError(f"tensor {name} has type {kind}") from error

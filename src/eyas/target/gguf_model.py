@@ -1,11 +1,10 @@
-"""A model of transformers over a GGUF file's own weights, which stay packed.
+"""Loads a transformers model whose matrices stay packed as in a GGUF file.
 
-The converted folder (`gguf.py`) says which model it is. Here its matrices are those of the file, in the blocks that
-they are multiplied in; the embeddings too, and a head that is tied to them is the same memory. Everything else is
-float32, as the file has it.
+The configuration comes from the converted folder (`gguf.py`). Matrices and embeddings keep the file's quantised blocks;
+a tied head shares the memory of the embeddings. All other weights are float32, as in the file.
 
-Invariant: every tensor of the file is used, and no dense matrix of the model is ever made: a model of eight billion
-weights must load where it fits packed.
+Invariant: every tensor of the file is used, and no packable matrix is made dense: a model of eight billion weights must
+load where it fits packed.
 """
 
 import logging
@@ -20,8 +19,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from eyas.empty_model import matrices_without_memory
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding
 from eyas.kernels.linear.packed_linear import load_kernel
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedKernel, QuantisedLinear
+from eyas.kernels.linear.quantised_linear import QuantisedKernel, QuantisedLinear
 from eyas.target.gguf import Place, architecture_of, dense_weight, row_order, tensor_names
 from eyas.target.gguf_blocks import blocks_of, is_packable
 from eyas.target.gguf_experts import dense_experts, quantised_experts, stay_packed
@@ -45,9 +45,9 @@ def packed_model(
     config: PretrainedConfig,
     attention: str | None,
 ) -> PreTrainedModel:
-    """The model of a GGUF file, whose converted `folder` has this configuration; `attention` is transformers' name.
+    """Build the model of a GGUF file from the configuration of its converted `folder`.
 
-    Compiled code is kept in `cache`.
+    `attention` is transformers' name of it, None for the default. Compiled code is kept in `cache`.
     """
     source = GgufFile(path)
     architecture = architecture_of(source)
@@ -94,14 +94,14 @@ def packed_model(
             model.lm_head.weight = embedding.weight
     if dense:
         told = ", ".join(f"{count} of {kind}" for kind, count in sorted(dense.items()))
-        logger.info(f"matrices that have no integer product and are computed from bfloat16: {told}")
+        logger.info(f"matrices without an integer kernel, computed from bfloat16: {told}")
     model.generation_config = GenerationConfig.from_pretrained(folder)
     loaded: PreTrainedModel = model
     return loaded
 
 
 def _by_module(names: Mapping[str, Place]) -> dict[str, dict[str, Place]]:
-    """Tensors of the file, but for those of experts, by the module they belong to and their name there."""
+    """Group tensors, without those of experts, by module and attribute."""
     modules: dict[str, dict[str, Place]] = {}
     for name, place in names.items():
         if place.expert is None:
@@ -111,10 +111,10 @@ def _by_module(names: Mapping[str, Place]) -> dict[str, dict[str, Place]]:
 
 
 def _by_experts(names: Mapping[str, Place]) -> dict[str, dict[str, str]]:
-    """Tensors of experts by the module that has all of a layer, and by what they are."""
+    """Group tensors of experts by the module of a layer's experts, and by projection."""
     modules: dict[str, dict[str, str]] = {}
     for name, place in names.items():
-        match = re.fullmatch(r"(.+)\.0\.(\w+)\.weight", name)  # of a layer's first expert: they share tensors
+        match = re.fullmatch(r"(.+)\.0\.(\w+)\.weight", name)  # experts of a layer share tensors: expert 0 is enough
         if match is not None and place.expert is not None:
             modules.setdefault(match[1], {})[match[2]] = place.tensor
     return modules
@@ -125,6 +125,6 @@ def _stays_packed(module: nn.Module, source: GgufFile, stored: str) -> bool:
 
 
 def _scale_of(embedding: nn.Module) -> float | None:
-    """What an embedding multiplies its rows by."""
+    """Factor of an embedding's rows, if it has one."""
     numbers = list(embedding.buffers())
     return float(numbers[0]) if numbers else None

@@ -1,11 +1,10 @@
-"""The tokenizer inside a GGUF file as a Hugging Face tokenizer.
+"""Converts the tokenizer of a GGUF file to a Hugging Face tokenizer.
 
-GGUF stores vocabulary and merges, but of how text is cut before merging only a name (`tokenizer.ggml.pre`).
-transformers' own conversion ignores that name and cuts every byte-level BPE like GPT-2, which gives other ids
-than the target was trained on (SmolLM2 splits digits). So byte-level BPE is built from a table of those names.
-Where llama.cpp departs from what a model was trained with (it leaves out Qwen's composed form, and marks of letters for
-tekken and gpt-4o), the model is followed; all else is llama.cpp's, token by token (benchmarks/gguf_tokenizers.py).
-Invariant: a name outside the table is refused; a tokenizer that is nearly right is worse than none.
+GGUF stores vocabulary and merges, but only a name for how text is cut before merging (`tokenizer.ggml.pre`).
+transformers' own conversion ignores that name and cuts every byte-level BPE like GPT-2, which gives other ids than the
+target was trained on (SmolLM2 splits digits). Here the names are a table, and a name outside it is refused.
+Ids equal llama.cpp's (benchmarks/gguf_tokenizers.py), except where llama.cpp differs from what a model was trained with
+(it leaves out Qwen's NFC, and marks of letters for tekken and gpt-4o).
 """
 
 from collections.abc import Mapping
@@ -33,23 +32,23 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Words by case: capitals, then small letters; marks and letters without case are of both.
+# Words by case: capitals, then small letters; marks and letters without case count as both.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE, _REST_WITH_PATHS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenizer:
-    """How one kind of byte-level BPE cuts text into words before it merges bytes."""
+    """How a byte-level BPE cuts text into words before it merges bytes."""
 
     patterns: tuple[str, ...]
-    """Regular expressions, one after the other: each cuts out what it finds in the pieces so far."""
+    """Regular expressions, applied in order: each cuts its matches out of the pieces so far."""
     nfc: bool = False
-    """Whether text is brought to Unicode's composed form first."""
+    """Whether text is normalised to NFC first."""
     ignore_merges: bool = False
     """Whether a word that is itself in the vocabulary is taken whole."""
     adds_bos: bool = False
-    """What llama.cpp does for this kind when the file does not say."""
+    """llama.cpp's default where the file does not say."""
 
 
 def _by_case(ending: str, digits: str) -> str:
@@ -79,15 +78,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 def write_tokenizer(source: GgufFile, folder: Path, *, vocab_size: int, max_length: int) -> None:
     """Write tokenizer files and chat template into `folder`; ids must fit a model of `vocab_size` rows."""
     kind = source.required("tokenizer.ggml.model", str)
-    if kind == "gpt2":
-        tokenizer = _byte_level_bpe(source, max_length)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(source, max_length)
-    else:
-        raise UserError(
-            f"{source.path} has a tokenizer of kind {kind!r}; supported are gpt2 and llama, "
-            "use the model's safetensors folder instead"
-        )
+    if kind not in ("gpt2", "llama"):
+        raise source.unsupported(f"has a tokenizer of kind {kind!r}; supported are gpt2 and llama,")
+    build = _byte_level_bpe if kind == "gpt2" else _sentencepiece
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=build(source), model_max_length=max_length, **_special_tokens(source)
+    )
     if len(tokenizer) > vocab_size:
         raise UserError(f"{source.path} has {len(tokenizer)} tokens for {vocab_size} embedding rows; download it again")
     if "tokenizer.chat_template" in source.keys:
@@ -102,34 +98,42 @@ def stop_token_ids(source: GgufFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _sentencepiece(source: GgufFile, max_length: int) -> PreTrainedTokenizerBase:
+def _vocabulary(source: GgufFile) -> tuple[list[str], list[int]]:
+    """Tokens and their types, without unused ones at the end that only pad the embedding matrix."""
+    tokens = source.required("tokenizer.ggml.tokens", list)
+    types = source.required("tokenizer.ggml.token_type", list)
+    count = len(types)
+    while count and types[count - 1] == _UNUSED:
+        count -= 1
+    return tokens[:count], types[:count]
+
+
+def _sentencepiece(source: GgufFile) -> Tokenizer:
     """SentencePiece's BPE: of all neighbours it joins those that give the piece of the best score.
 
     The file keeps scores and no merges. Every way to cut a piece into two others is a merge of the piece's rank.
     """
-    tokens = source.required("tokenizer.ggml.tokens", list)
-    types = source.required("tokenizer.ggml.token_type", list)
+    tokens, types = _vocabulary(source)
     scores = source.required("tokenizer.ggml.scores", list)
-    if not len(tokens) == len(types) == len(scores):
+    sizes = [len(source.required(f"tokenizer.ggml.{key}", list)) for key in ("tokens", "token_type", "scores")]
+    if len(set(sizes)) > 1:
         raise UserError(
-            f"{source.path} has {len(tokens)} tokens, {len(types)} types and {len(scores)} scores; download it again"
+            f"{source.path} has {sizes[0]} tokens, {sizes[1]} types and {sizes[2]} scores; download it again"
         )
-    count = _used(types)
-    tokens, types, scores = tokens[:count], types[:count], scores[:count]
-    ranked = sorted((index for index in range(count) if types[index] == _NORMAL), key=lambda index: -scores[index])
-    pieces = {tokens[index] for index in ranked}
+    normal = (index for index, kind in enumerate(types) if kind == _NORMAL)
+    ranked = [tokens[index] for index in sorted(normal, key=lambda index: -scores[index])]
+    pieces = set(ranked)
     merges = [
         (piece[:cut], piece[cut:])
-        for piece in (tokens[index] for index in ranked)
+        for piece in ranked
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
-    roles = _special_tokens(source, tokens)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=merges,
-            unk_token=roles.get("unk_token"),
+            unk_token=_special_tokens(source).get("unk_token"),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -139,39 +143,21 @@ def _sentencepiece(source: GgufFile, max_length: int) -> PreTrainedTokenizerBase
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    # Phi-3's special tokens take the white space behind them, which no key says: its template has line ends there.
+    # Phi-3's special tokens take the white space after them, which no key says: its template has line ends there.
     swallowing = source.required("general.architecture", str) == "phi3"
     _add_tokens(tokenizer, tokens, types, swallowing=swallowing)
-    # As llama.cpp does where the file does not say.
-    around = _around(source, roles, adds_bos=True)
-    if around != (None, None):
-        tokenizer.post_processor = _template(tokenizer, *around)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, model_max_length=max_length, **roles
-    )
+    template = _template(source, tokenizer, adds_bos=True)
+    if template is not None:
+        tokenizer.post_processor = template
+    return tokenizer
 
 
-def _special_tokens(source: GgufFile, tokens: list[str]) -> dict[str, str]:
-    """Beginning, end, padding and unknown token, where the file names them."""
-    return {
-        role: tokens[index]
-        for role, key in _ROLES.items()
-        if (index := source.optional(key, int, -1)) in range(len(tokens))
-    }
-
-
-def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBase:
+def _byte_level_bpe(source: GgufFile) -> Tokenizer:
     name = source.required("tokenizer.ggml.pre", str)
     if name not in PRE_TOKENIZERS:
-        raise UserError(
-            f"{source.path} has pre-tokenizer {name!r}; supported are {', '.join(PRE_TOKENIZERS)}, "
-            "use the model's safetensors folder instead"
-        )
+        raise source.unsupported(f"has pre-tokenizer {name!r}; supported are {', '.join(PRE_TOKENIZERS)},")
     pre = PRE_TOKENIZERS[name]
-    tokens = source.required("tokenizer.ggml.tokens", list)
-    types = source.required("tokenizer.ggml.token_type", list)
-    count = _used(types)
-    tokens, types = tokens[:count], types[:count]
+    tokens, types = _vocabulary(source)
     merges = [tuple(merge.split(" ", 1)) for merge in source.required("tokenizer.ggml.merges", list)]
     try:
         model = models.BPE(
@@ -187,16 +173,20 @@ def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBas
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, tokens, types)
-    roles = _special_tokens(source, tokens)
     byte_level = processors.ByteLevel(trim_offsets=False)
-    around = _around(source, roles, adds_bos=pre.adds_bos)
-    if around == (None, None):
-        tokenizer.post_processor = byte_level
-    else:
-        tokenizer.post_processor = processors.Sequence([byte_level, _template(tokenizer, *around)])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, model_max_length=max_length, **roles
-    )
+    template = _template(source, tokenizer, adds_bos=pre.adds_bos)
+    tokenizer.post_processor = byte_level if template is None else processors.Sequence([byte_level, template])
+    return tokenizer
+
+
+def _special_tokens(source: GgufFile) -> dict[str, str]:
+    """Beginning, end, padding and unknown token, where the file names them."""
+    tokens, _ = _vocabulary(source)
+    return {
+        role: tokens[index]
+        for role, key in _ROLES.items()
+        if (index := source.optional(key, int, -1)) in range(len(tokens))
+    }
 
 
 def _pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
@@ -204,16 +194,8 @@ def _pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _used(types: list[int]) -> int:
-    """How many rows are tokens: those at the end may only pad the embedding matrix to a round size."""
-    count = len(types)
-    while count and types[count - 1] == _UNUSED:
-        count -= 1
-    return count
-
-
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], *, swallowing: bool = False) -> None:
-    """Mark the tokens that are found in text before anything is merged; some swallow the white space behind them."""
+    """Add the tokens that are found in text before merging; with `swallowing` they take the white space after them."""
     tokenizer.add_tokens(
         [
             AddedToken(
@@ -228,14 +210,13 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], *, sw
     )
 
 
-def _around(source: GgufFile, roles: Mapping[str, str], *, adds_bos: bool) -> tuple[str | None, str | None]:
-    """The tokens to put before and behind every text."""
-    bos = source.optional("tokenizer.ggml.add_bos_token", bool, adds_bos)
-    eos = source.optional("tokenizer.ggml.add_eos_token", bool, False)
-    return roles.get("bos_token") if bos else None, roles.get("eos_token") if eos else None
-
-
-def _template(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
+def _template(source: GgufFile, tokenizer: Tokenizer, *, adds_bos: bool) -> processors.TemplateProcessing | None:
+    """Puts tokens before and after every text, if there are any."""
+    roles = _special_tokens(source)
+    bos = roles.get("bos_token") if source.optional("tokenizer.ggml.add_bos_token", bool, adds_bos) else None
+    eos = roles.get("eos_token") if source.optional("tokenizer.ggml.add_eos_token", bool, False) else None
+    if bos is None and eos is None:
+        return None
     return processors.TemplateProcessing(
         single=[part for part in (bos, "$A", eos) if part is not None],
         pair=[part for part in (bos, "$A", eos, bos, "$B:1", eos) if part is not None],

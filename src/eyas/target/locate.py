@@ -1,7 +1,6 @@
-"""From what the user calls a target to what transformers can load.
+"""Finds a target by name: the embedded default, a GGUF file, a folder or a hub id, tried in this order.
 
-Four kinds of name, tried in this order: the embedded default, a GGUF file, a folder, a hub id. The first two
-end as converted folders in the cache: everything after this module deals with Hugging Face models only.
+The first two are converted to folders in the cache, so that all other code deals with Hugging Face models only.
 Invariant: a name that cannot work fails here or inside `explain_failures`, as one line that repeats the name.
 """
 
@@ -33,7 +32,7 @@ def locate(source: str, *, cache: Path | None = None) -> str:
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise UserError(f"there is no GGUF file {source}; check the path")
-        from eyas.target.gguf import converted_folder
+        from eyas.target.default import converted_folder
 
         return str(converted_folder(path, cache or user_cache()))
     if path.is_dir():
@@ -54,7 +53,7 @@ def locate(source: str, *, cache: Path | None = None) -> str:
 
 
 def gguf_of(source: str, *, cache: Path | None = None) -> Path | None:
-    """Return the GGUF file that a target is read from, if it is one."""
+    """Return the GGUF file of a target, or None if it is no GGUF file."""
     if source == DEFAULT_TARGET:
         from eyas.target.default import default_gguf
 
@@ -64,29 +63,29 @@ def gguf_of(source: str, *, cache: Path | None = None) -> Path | None:
 
 
 def require_on_hub(source: str, revision: str | None = None) -> None:
-    """Refuse a hub id that cannot be loaded; other names pass. Nothing heavy is imported for it."""
+    """Refuse a hub id that cannot be loaded; other names pass. Imports nothing heavy."""
     if source.count("/") != 1 or source.lower().endswith(".gguf") or not _HUB_ID.fullmatch(source):
         return
     try:
         here = Path(source).exists() or Path(source).parent.is_file()
-    except OSError:  # whoever loads it will say what is wrong
+    except OSError:  # reported when it is loaded
         return
     if not here:
         hub_options(source, revision=revision)
 
 
 def options_of(source: str, place: str, revision: str | None = None) -> dict[str, Any]:
-    """What transformers is told beside `place`; for a hub id, the hub is asked first (`eyas.hub`)."""
+    """Return the keyword arguments of `from_pretrained` for `place`; a hub id is looked up first (`eyas.hub`)."""
     if not Path(place).is_dir():
         return hub_options(place, revision=revision)
     if revision is not None:
-        raise UserError(f"--revision {revision} means nothing for {source}, which lies here; leave it out")
+        raise UserError(f"--revision {revision} is for hub ids, and {source} is on this machine; leave it out")
     return {}
 
 
 @contextmanager
 def explain_failures(source: str, place: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise while loading `place` into one line about `source`."""
+    """Turn exceptions of transformers and the hub into one line about `source`."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
@@ -107,7 +106,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def user_cache() -> Path:
-    """Where converted models are kept unless told."""
+    """Return the default folder of converted models."""
     from platformdirs import user_cache_path
 
     return user_cache_path("eyas")

@@ -1,8 +1,8 @@
-"""A loaded target: weights, tokenizer and the few questions the rest of eyas asks of them.
+"""A loaded target: model, tokenizer, forward pass with auxiliary states, embedding and head.
 
-Every decoder that transformers knows is a target; there is no code per architecture here.
-Invariant: a loaded target is complete (no weight was left at its random initial value), in eval mode, and is
-never trained: its outputs carry no gradient.
+Every decoder that transformers knows can be a target; there is no code per architecture here.
+Invariant: a loaded target is complete (no weight is left at its random initial value), in eval mode, and never trained:
+its outputs carry no gradient.
 
 Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocabulary.
 """
@@ -18,30 +18,20 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
-from eyas.kernels.linear.w4a16_linear import W4A16Linear
-from eyas.kernels.linear.w8a8_linear import W8A8Linear
-from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
+from eyas.kernels.linear.embedding_table import EmbeddingTable, QuantisedEmbedding
+from eyas.kernels.linear.served_linear import ServedLinear, packed_tensors
 from eyas.target.capture import capture, last_norm
 from eyas.target.chat_template import ChatFormat
-from eyas.target.config import read_config
 from eyas.target.device import choose_device, device_words
-from eyas.target.facts import facts_of
+from eyas.target.facts import facts_of, read_config
 from eyas.target.locate import explain_failures, locate, options_of
 from eyas.target.quantise import ON_THE_FLY, quantise_on_gpu
 from eyas.target.quantised_checkpoint import quantised_model, scheme_of
-from eyas.target.template_override import apply_format
-from eyas.target.text import TargetText
+from eyas.target.text import TargetText, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +44,12 @@ DTYPES: Mapping[str, torch.dtype | str] = {
 
 
 ModelBuilder = Callable[[str, PretrainedConfig, str | None], PreTrainedModel]
-"""Makes a model of a folder with this configuration; the last is transformers' name of the attention, or None."""
+"""Builds a model from a folder, its configuration, and transformers' name of the attention (None for the default)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOutput:
-    """What one forward pass gives."""
+    """Logits and auxiliary states of a forward pass."""
 
     logits_BTV: torch.Tensor
     aux_hidden_BTX: torch.Tensor
@@ -71,7 +61,7 @@ class Target(TargetText):
 
     model: PreTrainedModel
     quantization: str = "none"
-    """What its matrices are multiplied as: of a checkpoint that is quantised, or made by `loading.py`."""
+    """How its matrices are multiplied: the kind of a quantised checkpoint, or of what `loading.py` made."""
 
     @classmethod
     def load(
@@ -87,14 +77,15 @@ class Target(TargetText):
         build: ModelBuilder | None = None,
         quantization: str = "auto",
     ) -> "Target":
-        """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
+        """Load `source` (see `locate`).
 
-        `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
-        torch is some fifty times slower than in float32, so float32 it is. A device of `auto` is the first GPU, if
-        there is one. `revision` is the hub's; `chat_format` takes the place of the tokenizer's own. `build` makes the
-        model instead of transformers, on the processor, from the same files. A quantised checkpoint of a kind that
-        `quantization_config.py` knows is read here, and stays packed on a GPU unless `quantization` is `none`; `fp8`
-        and `int4` quantise another one, on a GPU, once it is there.
+        dtype           `auto` is the checkpoint's, or float32 on a processor without arithmetic for that: torch would
+                        be some fifty times slower
+        device          `auto` is the first GPU, if there is one
+        spread          distribute the layers over all GPUs, by transformers
+        build           builds the model instead of transformers, on the CPU, from the same files
+        quantization    `fp8` and `int4` quantise a dense model on a GPU; a quantised checkpoint of a kind that
+                        `quantization_config.py` knows stays packed on a GPU, unless this is `none`
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -113,16 +104,18 @@ class Target(TargetText):
                 f"{source} is quantised already ({scheme.words}), and --quantization {quantization} asks for more; "
                 "leave it out, or use a checkpoint in bfloat16"
             )
+        tokenizer = read_tokenizer(source, place, hub, chat_format)
         model: Any
+        kind = "none"
+        if build is None and scheme is None:
+            model = _dense_model(source, place, hub, config, where, dtype, spread=spread)
+            if quantization in ON_THE_FLY:
+                quantise_on_gpu(model, quantization, source)
+                kind = quantization
         with explain_failures(source, place), _no_progress_bar():
-            tokenizer = AutoTokenizer.from_pretrained(place, **hub)
-            apply_format(tokenizer, chat_format)
-            variables = dict(chat_format.variables)
             if build is not None:
-                built: Any = build(place, config, _attention_of(config))
-                built.eval().requires_grad_(False)
-                return cls(facts=facts, model=built, tokenizer=tokenizer, template_variables=variables)
-            if scheme is not None:
+                model = build(place, config, _attention_of(config))
+            elif scheme is not None:
                 if spread:
                     raise UserError(f"{source} is quantised ({scheme.words}) and cannot be spread; put it on one GPU")
                 model = quantised_model(
@@ -132,64 +125,22 @@ class Target(TargetText):
                     dtype=dtype_of(dtype, config, where),
                     dequantise=quantization == "none",
                 )
-                model.eval().requires_grad_(False)
-                packed = any(isinstance(part, W8A8Linear | W4A16Linear | Mxfp4Experts) for part in model.modules())
-                return cls(
-                    facts=facts,
-                    model=model,
-                    tokenizer=tokenizer,
-                    template_variables=variables,
-                    quantization=scheme.kind if packed else "none",
-                )
-            # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards. Others go
-            # straight to a GPU where they can: through the host, every process would need their size in its memory.
-            straight = where.type == "cuda" and loads_onto_device()
-            quantised = hasattr(config, "quantization_config")
-            placement: dict[str, Any] = {"device_map": {"": where}} if straight or quantised else {}
-            if spread:
-                placement = {"device_map": "auto"}
-            try:
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    place,
-                    config=config,
-                    dtype=DTYPES[dtype],
-                    output_loading_info=True,
-                    attn_implementation=_attention_of(config),
-                    **hub,
-                    **placement,
-                )
-            except SafetensorError as error:
-                raise ValueError(f"its weights are damaged ({error})") from error
-        model = loaded[0]
-        if dtype == "auto" and not placement and not _computes(model.dtype, where):
-            logger.info(f"this processor has no {str(model.dtype).removeprefix('torch.')} arithmetic: using float32")
-            model = model.float()
-        if not placement:
-            model.to(where)
-        missing = sorted(loaded[1]["missing_keys"])
-        if missing:
-            raise UserError(
-                f"{source} lacks {len(missing)} weights of its architecture, the first is {missing[0]}; "
-                "transformers would fill them with random numbers, use a complete checkpoint"
-            )
-        if quantization in ON_THE_FLY:
-            quantise_on_gpu(model, quantization, source)
+                kind = scheme.kind if packed_tensors(model) else "none"
         return cls(
             facts=facts,
             model=model.eval().requires_grad_(False),
             tokenizer=tokenizer,
-            template_variables=variables,
-            quantization=quantization if quantization in ON_THE_FLY else "none",
+            template_variables=dict(chat_format.variables),
+            quantization=kind,
         )
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights that are not quantised, and of the captured states."""
+        """The dtype of weights that are not quantised, and of captured states."""
         return self.model.dtype
 
     # no_grad, not inference_mode: drafters are trained on these states and inference tensors refuse backward.
@@ -201,10 +152,9 @@ class Target(TargetText):
         return ForwardOutput(logits_BTV=logits_BTV, aux_hidden_BTX=captured.aux_hidden())
 
     def embedding(self) -> torch.Tensor:
-        """Return the table of input embeddings, [V, D].
+        """Return the table of input embeddings, [V, D], as vLLM shares it with a drafter.
 
-        It is the raw table, as vLLM shares it with a drafter: Gemma multiplies by sqrt(D) after the lookup, and
-        that factor is part of the captured state 0 and not of this table.
+        Gemma multiplies by sqrt(D) after the lookup: captured state 0 has that factor, this table does not.
         """
         return _weight(self.model.get_input_embeddings())
 
@@ -215,23 +165,67 @@ class Target(TargetText):
             raise UserError(f"{self.facts.source} has no language-model head; choose a causal language model")
         return _weight(head)
 
-    def tables(self) -> tuple[torch.Tensor | QuantisedEmbedding, torch.Tensor | QuantisedLinear]:
-        """Return `embedding()` and `head()` as a drafter shares them: packed where the target's are."""
+    def tables(self) -> tuple[EmbeddingTable, torch.Tensor | ServedLinear]:
+        """Return embedding and head for a drafter to share: packed where the target's are."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return (
             QuantisedEmbedding(embedding.table) if isinstance(embedding, QuantisedEmbedding) else self.embedding(),
-            head if isinstance(head, QuantisedLinear) else self.head(),
+            head if isinstance(head, ServedLinear) and head.shared_packed else self.head(),
         )
 
     def last_norm(self) -> nn.Module | None:
-        """The norm between the last layer and the head, if it is where it usually is."""
         decoder: nn.Module = self.model.get_decoder()  # type: ignore[no-untyped-call]
         return last_norm(decoder)
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """What its makers recommend, as the model holds it."""
         return self.model.generation_config
+
+
+def _dense_model(
+    source: str,
+    place: str,
+    hub: dict[str, Any],
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: str,
+    *,
+    spread: bool,
+) -> PreTrainedModel:
+    """Load a model by transformers; refuses a checkpoint that lacks weights."""
+    # transformers packs a quantised checkpoint for its device while loading; it cannot be moved afterwards.
+    # Others go straight to a GPU where possible: else every process would need their size in host memory.
+    straight = device.type == "cuda" and loads_onto_device()
+    quantised = hasattr(config, "quantization_config")
+    placement: dict[str, Any] = {"device_map": {"": device}} if straight or quantised else {}
+    if spread:
+        placement = {"device_map": "auto"}
+    with explain_failures(source, place), _no_progress_bar():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place,
+                config=config,
+                dtype=DTYPES[dtype],
+                output_loading_info=True,
+                attn_implementation=_attention_of(config),
+                **hub,
+                **placement,
+            )
+        except SafetensorError as error:
+            raise ValueError(f"its weights are damaged ({error})") from error
+    model, info = loaded
+    if dtype == "auto" and not placement and not _computes(model.dtype, device):
+        logger.info(f"this processor has no {str(model.dtype).removeprefix('torch.')} arithmetic: using float32")
+        model = model.float()
+    if not placement:
+        model.to(device)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{source} lacks {len(missing)} weights of its architecture, the first is {missing[0]}; "
+            "transformers would fill them with random numbers, use a complete checkpoint"
+        )
+    return cast(PreTrainedModel, model)
 
 
 def loads_onto_device() -> bool:
@@ -244,7 +238,7 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 
 def _computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies matrices of this type in hardware; torch tells for processors only."""
+    """Whether the device multiplies matrices of this dtype in hardware; torch can tell for processors only."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
@@ -253,7 +247,7 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def dtype_of(dtype: str, config: Any, device: torch.device, unnamed: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """What is asked for, or what the config names (`unnamed` where it does not) if the device computes with it."""
+    """Resolve `auto`: the config's dtype (`unnamed` if it has none) where the device computes in it, else float32."""
     asked = DTYPES[dtype]
     if isinstance(asked, torch.dtype):
         return asked
@@ -263,16 +257,16 @@ def dtype_of(dtype: str, config: Any, device: torch.device, unnamed: torch.dtype
 
 
 def _attention_of(config: Any) -> str | None:
-    """Attention that does what the config says, None for transformers' choice.
+    """transformers' name of the attention to use, None for its default.
 
-    Some versions choose torch's fused attention for models that cap their scores, and then leave the cap out.
+    Some versions choose torch's fused attention for models that cap their scores, and leave the cap out.
     """
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing on the terminal, which belongs to the command line."""
+    """Hide transformers' progress bar: the terminal belongs to the command line."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

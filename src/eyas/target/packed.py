@@ -1,8 +1,8 @@
-"""The target over documents laid end to end: final and auxiliary states, no padding, nothing seen across borders.
+"""Runs the target over documents laid end to end, without padding: final and auxiliary states.
 
-On a GPU one pass takes them all, with flash attention that knows the borders (through transformers' interface, so any
-architecture that attends through that runs). Everywhere else each document is a pass of its own, which is
-exact for every model and no slower on a CPU.
+On a GPU one pass takes them all, with flash attention that respects their borders (through transformers' interface, so
+it works for any architecture that attends through that). Elsewhere each document is a pass of its own, which is exact
+for every model and no slower on a CPU.
 
 Shapes: T tokens of all documents, D hidden size, X concatenated auxiliary states, H heads, G key heads, K size of
 queries and keys, V of values.
@@ -43,7 +43,6 @@ class _WithinDocuments:
         window: int | None,
         sink_logit_H: Tensor | None,
     ) -> Tensor:
-        """Outputs [T, H, V]."""
         if softcap is not None or sink_logit_H is not None:
             does = "has sinks in its attention" if softcap is None else "caps its attention scores"
             raise UserError(
@@ -52,7 +51,7 @@ class _WithinDocuments:
             )
         borders, longest = self.starts, self.longest
         sees = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        # Flash attention wants values as wide as keys; those of latent attention (DeepSeek) are narrower.
+        # Flash attention needs values as wide as keys; those of latent attention (DeepSeek) are narrower.
         v_TGK = functional.pad(v_TGV, (0, k_TGK.shape[-1] - v_TGV.shape[-1]))
         out: Tensor = torch.ops.aten._flash_attention_forward(
             *(q_THK, k_TGK, v_TGK, borders, borders, longest, longest, 0.0, True, False), scale=scale, **sees
@@ -68,7 +67,7 @@ class PackedTarget:
         self._layer_ids = aux_layer_ids
         self._decoder: nn.Module = target.model.get_decoder()  # type: ignore[no-untyped-call]
         self._one_pass = one_pass
-        # Layer by layer: they share one graph, so what compiles is a layer and not a model.
+        # Layers are compiled one by one, since they share one graph.
         self._compiled = [
             (layer, torch.compile(layer.forward, dynamic=False))
             for layer in (decoder_layers(target.model) if compiled else ())
@@ -76,13 +75,13 @@ class PackedTarget:
 
     @torch.no_grad()
     def __call__(self, ids_T: Tensor, position_T: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Final states [T, D], behind the last norm, and auxiliary states [T, X].
+        """Final states [T, D], after the last norm, and auxiliary states [T, X].
 
-        `starts` (int32) holds where each document begins and, last, where the last one ends.
+        `starts` (int32) holds the first token of each document and, last, the end of the last one.
         """
         if self._one_pass:
             if self._compiled:
-                # Empty documents at the end: compiled code meets few shapes of `starts` instead of one per pack.
+                # Empty documents at the end: compiled code sees few shapes of `starts` instead of one per pack.
                 spare = (1 << (len(starts) - 1).bit_length()) - len(starts)
                 starts = torch.cat([starts, starts[-1:].expand(spare)])
             with (
@@ -108,13 +107,13 @@ class PackedTarget:
 
 
 def runs_in_one_pass(target: Target) -> bool:
-    """Whether flash attention takes this target's documents in one pass: half precision on a GPU, plain attention."""
+    """Whether flash attention can run all documents in one pass: half precision on a GPU, plain attention."""
     half = target.dtype in (torch.bfloat16, torch.float16)
     return half and target.device.type == "cuda" and attends_plainly(target.model) and tells_layers(target)
 
 
 def attends_plainly(model: PreTrainedModel) -> bool:
-    """Whether every layer attends, through transformers' interface, with scores that flash attention can make.
+    """Whether every layer attends through transformers' interface with scores that flash attention supports.
 
     A layer that carries a state from token to token (linear attention, convolutions) would carry it across borders.
     """
@@ -132,7 +131,7 @@ def attends_plainly(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def tells_layers(target: Target) -> bool:
-    """Whether layers hand on what a caller passes, since compiled ones are to find it nowhere else: one token tells."""
+    """Whether layers pass a caller's arguments on, which compiled layers depend on: one token shows it."""
 
     def nothing(_: nn.Module, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, *more: object) -> Tensor:
         return q_NHK.new_zeros(*q_NHK.shape[:2], v_NGK.shape[-1])
@@ -148,7 +147,7 @@ def tells_layers(target: Target) -> bool:
 
 @contextmanager
 def _forwards(compiled: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Run compiled layers for a while; whoever else uses the model finds it as it was."""
+    """Run compiled layers for a while; other users of the model find it unchanged."""
     for layer, forward in compiled:
         layer.forward = forward
     try:

@@ -1,11 +1,10 @@
-"""Quantises the linears of a loaded target, on the fly.
+"""Quantises the linears of a loaded target on the fly.
 
-on a processor   int8, int4   blocks of 32 weights with a scale each. A head always takes 8 bits, as it does in the
-                              4-bit files that people make: it decides every token. Embeddings tied to it are looked
-                              up in it.
-on a GPU         fp8          a scale per output; rows are rounded to fp8, too, each by its own scale
-                 int4         groups of 128 weights with a scale and a zero point, rounded to the nearest
-                              Embedding, head, norms and experts stay as they are, as in published checkpoints.
+on a CPU   int8, int4   blocks of 32 weights with a scale each. A head always takes 8 bits, as in common 4-bit files: it
+                        decides every token. Embeddings tied to it are looked up in it.
+on a GPU   fp8          a scale per output; rows are rounded to fp8, too, each by its own scale
+           int4         groups of 128 weights with a scale and a zero point, rounded to the nearest
+                        Embedding, head, norms and experts keep their dtype, as in published checkpoints.
 """
 
 import logging
@@ -16,23 +15,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from eyas.errors import UserError
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding
 from eyas.kernels.linear.quantised_linear import (
     Bits,
-    QuantisedEmbedding,
     QuantisedKernel,
     QuantisedLinear,
     quantise,
     replace_by_blocks,
 )
 from eyas.kernels.linear.quantised_weight import quantise_float8, quantise_int4
-from eyas.kernels.linear.w4a16_linear import W4A16Linear
-from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.kernels.linear.served_linear import GpuLinear
+from eyas.quantization.stored_linear import served_linear
 from eyas.target.quantised_checkpoint import multiplies
 
 logger = logging.getLogger(__name__)
 
-ON_THE_FLY = ("fp8", "int4")
-"""What a GPU makes of a target."""
+ON_THE_FLY = {"fp8": quantise_float8, "int4": quantise_int4}
+"""Kinds that a GPU can quantise a target to, and how weights are rounded."""
 
 
 def quantise_linears(model: PreTrainedModel, bits: Bits, kernel: QuantisedKernel) -> int:
@@ -48,7 +47,7 @@ def quantise_linears(model: PreTrainedModel, bits: Bits, kernel: QuantisedKernel
 
 
 def quantise_on_gpu(model: PreTrainedModel, kind: str, source: str) -> int:
-    """Replace every nn.Linear but the head, in place, one after the other, and return how many."""
+    """Replace every nn.Linear but the head, in place, one by one, and return how many."""
     reason = multiplies(model.device, kind, model.dtype)
     if reason is not None:
         raise UserError(
@@ -56,24 +55,26 @@ def quantise_on_gpu(model: PreTrainedModel, kind: str, source: str) -> int:
         )
     count = replace_linears(model, kind)
     if any(parameter.ndim > 2 for parameter in model.parameters()):
-        logger.info("experts stay as they are: there is no product for quantised ones yet")
+        logger.info("experts are not quantised: there is no kernel for that yet")
     return count
 
 
 @torch.no_grad()
 def replace_linears(model: PreTrainedModel, kind: str) -> int:
-    """As `quantise_on_gpu`, on any device: elsewhere the products are those of torch, for tests."""
+    """`quantise_on_gpu` for any device: elsewhere torch computes the products, for tests."""
     head, count = model.get_output_embeddings(), 0  # type: ignore[no-untyped-call]
     for parent in list(model.modules()):
         for name, linear in list(parent.named_children()):
             if type(linear) is not nn.Linear or linear is head:
                 continue
-            dtype, bias = linear.weight.dtype, linear.bias
-            packed: nn.Module
-            if kind == "fp8":
-                packed = W8A8Linear.of(quantise_float8(linear.weight), bias, dtype)
-            else:
-                packed = W4A16Linear.of(quantise_int4(linear.weight), bias, dtype)
-            setattr(parent, name, packed)
+            setattr(parent, name, quantised_on_gpu(linear, kind, linear.weight.dtype))
             count += 1
     return count
+
+
+def quantised_on_gpu(linear: Any, kind: str, dtype: torch.dtype) -> GpuLinear:
+    """Quantise a linear layer to one of `ON_THE_FLY`; `dtype` is that of its inputs and outputs."""
+    weight = ON_THE_FLY[kind](linear.weight)
+    packed = served_linear(weight, linear.bias, dtype, quantised_inputs=kind == "fp8")
+    assert packed is not None
+    return packed

@@ -1,8 +1,8 @@
-"""Single tensors of a checkpoint in safetensors, by name, from a folder or from the hub.
+"""Reads single tensors of a safetensors checkpoint by name, from a folder or from the hub.
 
-Of a hub id only the files that hold what is asked for are fetched: an index says which. Names differ between
-checkpoints of one architecture by what stands before them (`model.`, `language_model.model.`), so a module that is not
-there under its own name is found by the end of it, if that is unambiguous.
+Of a hub id only the files with those tensors are fetched, according to the index. Names differ between checkpoints of
+an architecture by their prefix (`model.`, `language_model.model.`), so a module that is not found by its full name is
+found by the end of it, if that is unambiguous.
 """
 
 import json
@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyas.errors import UserError
-from eyas.quantization.quantised_tensors import is_quantised, read_quantised
-from eyas.quantization.quantization_config import WeightScheme
+from eyas.quantization.weight_format import WeightScheme
 
 INDEX, ONLY_FILE = "model.safetensors.index.json", "model.safetensors"
 _OTHER_TOWERS = ("vision", "visual", "audio", "speech", "mtp", "draft")
@@ -32,15 +31,16 @@ class StoredTensors:
         self._place, self._hub, self._source, self._files = place, hub, source, files
         self._opened: dict[str, Any] = {}
         self._file_of = self._read_names()
-        self._modules: dict[str, list[str]] = {}
+        self.modules: dict[str, dict[str, str]] = {}
+        """The names of each module's tensors, by their names in the module."""
         for name in self._file_of:
             owner, _, attribute = name.rpartition(".")
-            self._modules.setdefault(owner, []).append(attribute)
+            self.modules.setdefault(owner, {})[attribute] = name
 
     @classmethod
     @contextmanager
     def open(cls, place: str, hub: Mapping[str, Any], source: str) -> Iterator["StoredTensors"]:
-        """The tensors of a folder or hub id; `source` is what the user calls it."""
+        """Open a folder or hub id; `source` is the user's name for it."""
         try:
             with ExitStack() as files:
                 yield cls(place, hub, source, files)
@@ -48,12 +48,12 @@ class StoredTensors:
             raise UserError(f"the weights of {source} are damaged ({error}); fetch them again") from error
 
     def find(self, owner: str) -> str | None:
-        """What the file calls the module `owner`; None where it has none, or several that it could be."""
-        if owner in self._modules:
+        """The file's name of the module `owner`; None if there is none, or several candidates."""
+        if owner in self.modules:
             return owner
         ours = owner.split(".")
         shared: dict[int, list[str]] = {}
-        for theirs in self._modules:
+        for theirs in self.modules:
             if any(word in theirs for word in _OTHER_TOWERS):
                 continue
             same = _shared_end(ours, theirs.split("."))
@@ -63,18 +63,19 @@ class StoredTensors:
         return best[0] if len(best) == 1 else None
 
     def owner_of(self, owner: str, what: str) -> str:
-        """`find`, for what must be there."""
+        """`find`, for modules that must exist."""
         found = self.find(owner)
         if found is None:
             raise UserError(f"{what} ({owner}) is not in its weights by that name; use a checkpoint in safetensors")
         return found
 
     def matrix(self, owner: str, scheme: WeightScheme | None) -> Tensor:
-        """The weight of a module, dequantised if it is quantised."""
-        attributes = {name: f"{owner}.{name}" for name in self._modules.get(owner, ())}
-        if scheme is not None and is_quantised(scheme, attributes):
-            read = {attribute: self.tensor(name) for attribute, name in attributes.items()}
-            return read_quantised(scheme, read, owner).dequantised()
+        """The weight of a module, dequantised if need be."""
+        attributes = self.modules.get(owner, {})
+        if scheme is not None and scheme.owns(attributes):
+            return scheme.read(
+                {attribute: self.tensor(name) for attribute, name in attributes.items()}, owner
+            ).dequantised()
         weight = self.tensor(f"{owner}.weight")
         if not weight.is_floating_point() or weight.itemsize < 2:
             raise UserError(
@@ -84,14 +85,14 @@ class StoredTensors:
         return weight
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of this very name; its file is fetched if it must be."""
+        """Read a tensor by its exact name, fetching its file if need be."""
         found = self._read(name, fetch=True)
         if found is None:
             raise UserError(f"{self._source} has no tensor {name}; use a complete checkpoint in safetensors")
         return found
 
     def tensor_or_none(self, name: str) -> Tensor | None:
-        """A tensor of this very name, unless there is none or it would have to be fetched."""
+        """Read a tensor by its exact name, if it exists and need not be fetched."""
         return self._read(name, fetch=False)
 
     def _read(self, name: str, *, fetch: bool) -> Tensor | None:
@@ -118,7 +119,7 @@ class StoredTensors:
         return Path(known) if isinstance(known, str) else None
 
     def _read_names(self) -> dict[str, str]:
-        """Which file holds each tensor."""
+        """The file of each tensor."""
         try:
             index = self._index()
             if index is not None:
@@ -140,7 +141,7 @@ class StoredTensors:
 
 
 def _shared_end(ours: list[str], theirs: list[str]) -> int:
-    """How many of the last words of two names are the same."""
+    """The number of last words that two names share."""
     same = 0
     for a, b in zip(reversed(ours), reversed(theirs), strict=False):
         if a != b:

@@ -1,23 +1,23 @@
 """Attention of the training-time test: the earlier tokens of the document, and the slot's own drafts.
 
 A query at depth k sees the depth-0 keys of its document up to its own slot and, of each later depth, the key of its own
-slot only: in decoding those are the drafts of this round. Slots that teach ask at every depth. The others leave their
-depth-0 keys and values, as the context (slots.py), or ask at depth 0 alone where upper layers read what they answer.
+slot only, since in decoding those are the drafts of this round. Slots that teach ask at every depth. The others leave
+their depth-0 keys and values as context (batch.py), or ask at depth 0 if upper layers read their output.
 
-Two implementations of the same thing: one written out, for CPUs and as the reference, and one on flash attention. Flash
-attention covers the depth-0 keys; the handful of keys in the slot itself are merged with it by their log-sum-exp, and
-the backward pass of flash attention is given the merged output and normaliser, from which it finds its own share of the
-gradient. It takes the queries of a document for its last slots. So where something stands between two answers, queries
-of zeros stand in for it; nothing pulls at what they are answered.
+There are two implementations: one written out, for CPUs and as the reference, and one on flash attention. Flash
+attention covers the depth-0 keys. The few keys in the slot itself are merged with it by their log-sum-exp, and the
+backward pass of flash attention is given the merged output and normaliser, from which it computes its own share of the
+gradient. It takes the queries of a document to be its last slots. So where a document has something between two
+answers, queries of zeros fill the gap; their outputs are not used and get no gradient.
 
-Shapes: N queries (M slots that teach, or all R that are read), R keys of depth 0, P of them from the context, Q places
-of queries, H heads, G key heads, K head dim, J later depths.
+Shapes: N queries (M slots that teach, or all R that are read), R keys of depth 0, P of them from the context, Q query
+positions, H heads, G key heads, K head dim, J later depths.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,47 +26,40 @@ from torch.nn import functional
 from eyas.drafter.attention import KeysAndValues
 from eyas.errors import UserError
 from eyas.train.batch import TrainingBatch
-from eyas.train.slots import Slots
 
 Merge = Callable[..., tuple[Tensor, Tensor]]
 Split = Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
 LONGEST_DENSE = 16384
-"""Tokens of a pack whose scores, one for every pair, are written out at most."""
+"""Maximum tokens of a pack whose scores, one for every pair, are written out."""
 
 
-class UnrollAttention(Protocol):
-    """An `Attend` that is told how deep the unroll is."""
+class UnrollAttention:
+    """An `Attend` that keeps keys and values of every depth, by layer."""
 
-    expands_latents: bool
+    expands_latents = True
     """Latents are wider than flash attention takes."""
 
-    def at(self, depth: int, context: KeysAndValues | None = None) -> "UnrollAttention":
-        """Say which depth calls next and, at depth 0, what the slots left that do not ask [P, G, K]."""
-        ...
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from the slots that teach or, at depth 0 without a context, from all that are read [N, H, K]."""
-        ...
-
-
-class _KeyValueHistory:
-    """Keys and values of every depth, by layer. A depth that is run again (checkpointing) finds what it left."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, batch: TrainingBatch) -> None:
+        self._slots = batch.slots
         self._kept: dict[int, list[KeysAndValues]] = {}
         self._depth = 0
         self._context: KeysAndValues | None = None
 
-    def at(self, depth: int, context: KeysAndValues | None) -> None:
+    def at(self, depth: int, context: KeysAndValues | None = None) -> Self:
+        """Set the depth of the next calls and, for depth 0, the keys and values of slots that do not ask [P, G, K]."""
         self._depth, self._context = depth, context
+        return self
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
-        """What this depth sees: depth 0, and its own slot of every depth from 1 to this one."""
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from the slots that teach or, at depth 0 without a context, from all that are read [N, H, K]."""
+        raise NotImplementedError
+
+    def _seen(self, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
+        """Keep k and v; return those of depth 0, and those of the own slot at every depth from 1 to this one."""
         if self._context is not None:
             k, v = self._in_order(k, self._context[0]), self._in_order(v, self._context[1])
         kept = self._kept.setdefault(layer, [])
-        if len(kept) == self._depth:
+        if len(kept) == self._depth:  # activation checkpointing runs a depth again
             kept.append((k, v))
         seen = [*kept[: self._depth], (k, v)]
         return seen[0], seen[1:]
@@ -76,30 +69,22 @@ class _KeyValueHistory:
         return torch.empty_like(both_RGK).index_copy(0, self._slots.order_R, both_RGK)
 
 
-class DenseUnrollAttention:
-    """The mask written out: every score is computed, none is clever."""
-
-    expands_latents = True
+class DenseUnrollAttention(UnrollAttention):
+    """Attention with the mask written out: every score is computed."""
 
     def __init__(self, batch: TrainingBatch) -> None:
+        super().__init__(batch)
         slots = batch.slots
-        self._history = _KeyValueHistory(slots)
         reads = len(slots.read_R)
         causal_RR = torch.ones(reads, reads, dtype=torch.bool, device=slots.read_R.device).tril()
         document_R = torch.searchsorted(batch.starts[1:].long(), slots.read_R, right=True)
         self._visible_RR = causal_RR & (document_R[:, None] == document_R[None, :])
         self._visible_MR = self._visible_RR[slots.order_R[: len(slots.taught_M)]]
 
-    def at(self, depth: int, context: KeysAndValues | None = None) -> "DenseUnrollAttention":
-        """Say which depth calls next."""
-        self._history.at(depth, context)
-        return self
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from slots [N, H, K]."""
         group = q.shape[-2] // k.shape[-2]
-        (first_k, first_v), later = self._history.append(layer, k, v)
+        (first_k, first_v), later = self._seen(layer, k, v)
         keys, scale = len(first_k), q.shape[-1] ** -0.5
         visible_NR = self._visible_RR if len(q) == keys else self._visible_MR
         first = torch.einsum("nhk,rhk->hnr", q, first_k.repeat_interleave(group, dim=-2)) * scale
@@ -114,17 +99,15 @@ class DenseUnrollAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """Where flash attention finds the documents, and where in it the queries stand."""
+    """Positions of documents and queries for flash attention."""
 
-    query_starts: Tensor
-    key_starts: Tensor
-    longest_queries: int
-    longest_keys: int
+    documents: tuple[Tensor, Tensor, int, int]
+    """Borders of the documents' queries and keys, and the longest of each."""
     places: int
     place_N: Tensor | None = None
 
     def spread(self, x: Tensor, dim: int = 0) -> Tensor:
-        """From the queries there are to all places, zeros elsewhere."""
+        """Put the queries into all positions, with zeros elsewhere."""
         if self.place_N is None:
             return x
         shape = list(x.shape)
@@ -132,45 +115,31 @@ class _Layout:
         return x.new_zeros(shape).index_copy_(dim, self.place_N, x)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """From all places to the queries there are."""
+        """Take the queries from all positions."""
         return x if self.place_N is None else x.index_select(dim, self.place_N)
 
 
-class FlashUnrollAttention:
-    """The same in half precision on a GPU, at any length. Values must be as wide as keys: zeros are put beside them."""
-
-    expands_latents = True
+class FlashUnrollAttention(UnrollAttention):
+    """Flash attention in half precision on a GPU, at any length. Values are padded to the width of keys."""
 
     def __init__(self, batch: TrainingBatch, *, compiled: bool = False) -> None:
+        super().__init__(batch)
         slots = batch.slots
-        self._history = _KeyValueHistory(slots)
         self._kernels: tuple[Merge, Split] = _compiled() if compiled else (merge_own_slot, split_gradient)
+        # A single query takes another kernel, with other shapes.
+        longest_queries, longest_keys = max(2, slots.longest_queries), max(2, slots.longest_keys)
         self._taught = _Layout(
-            query_starts=slots.query_starts,
-            key_starts=slots.key_starts,
-            # For a single query the kernels have a way of their own, with other shapes.
-            longest_queries=max(2, slots.longest_queries),
-            longest_keys=slots.longest_keys,
+            documents=(slots.query_starts, slots.key_starts, longest_queries, slots.longest_keys),
             places=slots.queries,
             place_N=slots.query_place_M,
         )
         self._read = _Layout(
-            query_starts=slots.key_starts,
-            key_starts=slots.key_starts,
-            longest_queries=max(2, slots.longest_keys),
-            longest_keys=slots.longest_keys,
-            places=len(slots.read_R),
+            documents=(slots.key_starts, slots.key_starts, longest_keys, slots.longest_keys), places=len(slots.read_R)
         )
-
-    def at(self, depth: int, context: KeysAndValues | None = None) -> "FlashUnrollAttention":
-        """Say which depth calls next."""
-        self._history.at(depth, context)
-        return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from slots [N, H, K]."""
-        (first_k, first_v), later = self._history.append(layer, k, v)
+        (first_k, first_v), later = self._seen(layer, k, v)
         layout = self._read if len(q) == len(first_k) else self._taught
         first_v = _widened(first_v, q)
         own = [tensor for own_k, own_v in later for tensor in (own_k, _widened(own_v, q))]
@@ -181,7 +150,6 @@ class FlashUnrollAttention:
 
 
 def _widened(v: Tensor, q: Tensor) -> Tensor:
-    """Values as wide as queries, by zeros."""
     missing = q.shape[-1] - v.shape[-1]
     return functional.pad(v, (0, missing)) if missing else v
 
@@ -189,7 +157,7 @@ def _widened(v: Tensor, q: Tensor) -> Tensor:
 def merge_own_slot(
     out_THK: Tensor, lse_TH: Tensor, q_THK: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Add the keys of the slot itself to attention that has seen others: the merged output and its log-sum-exp."""
+    """Merge the keys of the slot itself into attention over others: the merged output and its log-sum-exp."""
     lse_1TH = lse_TH[None]
     scores_JTH = torch.stack([_own_scores(q_THK, k) for k in keys])
     merged_TH = torch.cat([lse_1TH, scores_JTH]).logsumexp(dim=0)
@@ -202,7 +170,7 @@ def merge_own_slot(
 def split_gradient(
     d_out_THK: Tensor, out_THK: Tensor, lse_TH: Tensor, q_THK: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """What the slot's own keys contribute to the gradient: by q, and by each key and value [T, G, K]."""
+    """Gradients through the slot's own keys: by q, and by each key and value [T, G, K]."""
     scale = q_THK.shape[-1] ** -0.5
     d_out, q = d_out_THK.float(), q_THK.float()
     delta_TH = (d_out * out_THK.float()).sum(dim=-1)
@@ -237,12 +205,12 @@ def _gather(x_THK: Tensor, like_TGK: Tensor) -> Tensor:
 
 @cache
 def _compiled() -> tuple[Merge, Split]:
-    """Compiled when a run asks for it, once for all batches."""
+    """Compiled kernels, made once for all batches."""
     return _for_any_number(merge_own_slot), _for_any_number(split_gradient)
 
 
 def _for_any_number(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for any number of slots, and for the other sizes as they are."""
+    """Compile for any number of slots and fixed other sizes."""
     compiled = torch.compile(function)
 
     def call(*arguments: Tensor | Sequence[Tensor]) -> Any:
@@ -260,16 +228,7 @@ class _MergedFlash(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: _Layout, merge: Merge, split: Split, *own: Tensor
     ) -> Tensor:
         out, lse_HQ, rng, unused, _ = torch.ops.aten._flash_attention_forward(
-            layout.spread(q),
-            k,
-            v,
-            layout.query_starts,
-            layout.key_starts,
-            layout.longest_queries,
-            layout.longest_keys,
-            0.0,
-            True,
-            False,
+            layout.spread(q), k, v, *layout.documents, 0.0, True, False
         )
         out, lse_HN = layout.gather(out), layout.gather(lse_HQ, dim=1)
         if own:
@@ -291,10 +250,7 @@ class _MergedFlash(torch.autograd.Function):
             v,
             layout.spread(out),
             layout.spread(lse_HN, dim=1),
-            layout.query_starts,
-            layout.key_starts,
-            layout.longest_queries,
-            layout.longest_keys,
+            *layout.documents,
             0.0,
             True,
             rng,
@@ -310,7 +266,7 @@ class _MergedFlash(torch.autograd.Function):
 
 
 def require_attention(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse packs that are too long for the attention that runs here."""
+    """Refuse packs that are too long for the attention on this device."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return
     if tokens > LONGEST_DENSE:
@@ -321,7 +277,7 @@ def require_attention(tokens: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def attention_for(batch: TrainingBatch, dtype: torch.dtype, *, compiled: bool = False) -> UnrollAttention:
-    """The fastest that runs here."""
+    """Fastest attention for this device and type."""
     if batch.ids_T.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return FlashUnrollAttention(batch, compiled=compiled)
     require_attention(len(batch.ids_T), dtype, batch.ids_T.device)

@@ -1,38 +1,49 @@
-"""Acceptance length estimated on text, the way rounds really go.
+"""Acceptance length estimated on text by walking it round by round.
 
-Averaging hits over every position flatters a drafter: real rounds start right behind a token it missed, where the text
-is hard. So the text is walked: a round starts, its hits are counted until the first miss, and the next one starts
-behind that. On text the target itself would generate greedily this is exact, since a round that hits sees precisely the
-tokens it drafted. On sampled text a draft is accepted with some probability (chances.py), and the walk is an
-expectation.
+Averaging hits over all positions overestimates: real rounds start right after a token that the drafter missed, where
+the text is hard. So the text is walked: a round starts, its hits are counted until the first miss, and the next round
+starts after that. On text that the target generates greedily this is exact, since a round that hits sees precisely the
+tokens that it drafted.
 
 Shapes: S depths, M teacher rows (batch.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
+from eyas.drafter.model import Drafter
 from eyas.drafter.recorded_acceptance import FILE, RecordedAcceptance
-from eyas.train.batch import TrainingBatch
+from eyas.train.batch import CorpusPacks, TrainingBatch
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.features import FeatureSource
+from eyas.train.loss import LOSSES, forward_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCounts:
-    """Rounds walked and what they accepted."""
+    """Number of rounds and of accepted drafts."""
 
     rounds: int
     accepted_at: tuple[int, ...]
-    """Rounds that accepted their token at this depth and all before it."""
+    """Rounds that accepted their draft at this depth and all before it."""
 
     @property
     def acceptance_length(self) -> float:
         """Tokens per verification: 1 + accepted / rounds, pooled."""
         return 1 + sum(self.accepted_at) / max(1, self.rounds)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "acceptance_length": self.acceptance_length,
+            "rounds": self.rounds,
+            "accepted_at": list(self.accepted_at),
+        }
 
     def __add__(self, other: "RoundCounts") -> "RoundCounts":
         return RoundCounts(
@@ -42,7 +53,7 @@ class RoundCounts:
 
 
 def acceptance_file(counts: RoundCounts) -> dict[str, str]:
-    """What stands beside a drafter's weights about them: text by file name; nothing where no round was walked."""
+    """Files written beside a drafter's weights: text by name, none if there was no round."""
     if not counts.rounds:
         return {}
     recorded = RecordedAcceptance(
@@ -51,81 +62,30 @@ def acceptance_file(counts: RoundCounts) -> dict[str, str]:
     return {FILE: recorded.to_json()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpectedRounds:
-    """The same as expectations, answer by answer: A answers, S depths."""
-
-    rounds_A: NDArray[np.float64]
-    accepted_AS: NDArray[np.float64]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per verification, pooled."""
-        return float(1 + self.accepted_AS.sum() / max(1e-9, self.rounds_A.sum()))
-
-    def __add__(self, other: "ExpectedRounds") -> "ExpectedRounds":
-        return ExpectedRounds(
-            rounds_A=np.concatenate([self.rounds_A, other.rounds_A]),
-            accepted_AS=np.concatenate([self.accepted_AS, other.accepted_AS]),
-        )
-
-
-def expect_rounds(batch: TrainingBatch, chance_SM: Tensor) -> ExpectedRounds:
-    """Walk every answer of a batch along all ways at once, given how likely the draft of each depth is accepted.
-
-    Exact: a round begins at a row with some probability, and hands it on to where the rounds behind it may begin.
-    """
-    depths = len(chance_SM)
-    chances = chance_SM.double().cpu().numpy()
-    answers = list(pairwise(answer_borders(batch)))
-    longest = max((end - first for first, end in answers), default=0)
-    chance_SAL = np.zeros((depths, len(answers), longest + depths))
-    inside_AL = np.zeros((len(answers), longest + depths))
-    for answer, (first, end) in enumerate(answers):
-        chance_SAL[:, answer, : end - first] = chances[:, first:end]
-        inside_AL[answer, : end - first] = 1.0
-    begins_AL = np.zeros((len(answers), longest + depths + 1))
-    begins_AL[:, 0] = 1.0
-    rounds_A, accepted_AS = np.zeros(len(answers)), np.zeros((len(answers), depths))
-    for row in range(longest):
-        goes_on_A = begins_AL[:, row] * inside_AL[:, row]
-        rounds_A += goes_on_A
-        for depth in range(depths):
-            here = row + depth
-            # Behind the end of an answer nothing is drafted, and no round begins.
-            goes_on_A = goes_on_A * inside_AL[:, here]
-            accepted_A = goes_on_A * chance_SAL[depth, :, here]
-            accepted_AS[:, depth] += accepted_A
-            begins_AL[:, here + 1] += goes_on_A - accepted_A
-            goes_on_A = accepted_A
-        begins_AL[:, row + depths + 1] += goes_on_A
-    return ExpectedRounds(rounds_A=rounds_A, accepted_AS=accepted_AS)
-
-
 def answer_borders(batch: TrainingBatch) -> list[int]:
-    """Where among the teacher rows each answer begins and, last, where the last one ends."""
+    """First teacher row of each answer, and the end of the last one."""
     run_M = batch.run_lengths
     if not len(run_M):
         return [0]
-    # Rows of one answer stand one behind the other; where a run does not go on, another answer begins.
+    # Rows of one answer are consecutive; where a run does not go on, another answer begins.
     begins_M = np.concatenate([[True], run_M[1:] != run_M[:-1] + 1])
     return [*np.nonzero(begins_M)[0].tolist(), len(run_M)]
 
 
 def walk_rounds(batch: TrainingBatch, hit_SM: Tensor) -> RoundCounts:
-    """Walk every answer of a batch, given the hits of each depth."""
+    """Walk all answers of a batch, given the hits of each depth."""
     nothing = RoundCounts(rounds=0, accepted_at=(0,) * len(hit_SM))
     return sum((counts for _, counts in walk_answers(batch, hit_SM)), start=nothing)
 
 
 def walk_answers(batch: TrainingBatch, hit_SM: Tensor) -> Iterator[tuple[int, RoundCounts]]:
-    """The same answer by answer, each with its first teacher row."""
+    """Walk the answers of a batch one by one; each comes with its first teacher row."""
     depths = len(hit_SM)
     hits = hit_SM.tolist()
     for first, end in pairwise(answer_borders(batch)):
         row, rounds, accepted_at = first, 0, [0] * depths
         while row < end:
-            # A round that starts here drafts row + k at depth k; an answer may end before the round does.
+            # A round that starts here drafts row + k at depth k; the answer may end before the round does.
             accepted = 0
             while accepted < depths and row + accepted < end and hits[accepted][row + accepted]:
                 accepted_at[accepted] += 1
@@ -133,3 +93,44 @@ def walk_answers(batch: TrainingBatch, hit_SM: Tensor) -> Iterator[tuple[int, Ro
             rounds += 1
             row += accepted + 1
         yield first, RoundCounts(rounds=rounds, accepted_at=tuple(accepted_at))
+
+
+@torch.no_grad()
+def hits_of_corpus(
+    drafters: Mapping[str, Drafter],
+    layer_ids: Mapping[str, Sequence[int]],
+    source: FeatureSource,
+    corpus: Corpus,
+    *,
+    depths: int,
+    pack_length: int,
+    chunk: int,
+    device: torch.device,
+) -> Iterator[tuple[TrainingBatch, dict[str, Tensor]]]:
+    """Hits of each drafter at every depth [S, M], on the host, pack by pack.
+
+    The target runs once for all drafters. Each drafter is unrolled once, to the deepest depth; its first k depths are
+    the same as drafting k tokens. Documents longer than `pack_length` get a pack of their own.
+    """
+    # Made once, because the source keeps the target's head for each of these tensors.
+    kept = {name: drafter.vocab().target_ids_W for name, drafter in drafters.items()}
+    length = max(pack_length, corpus.longest)
+    packs = CorpusPacks(corpus=corpus, length=length, seed=0, device=device, padded=False)
+    for batch in (planned.build() for planned in packs.epoch(0)):
+        features = source(batch)
+        yield (
+            batch,
+            {
+                name: forward_loss(
+                    drafter,
+                    batch,
+                    features,
+                    target_ids_W=kept[name],
+                    layer_ids=layer_ids[name],
+                    weights=[1.0] * depths,
+                    row_loss=LOSSES["total_variation"],
+                    chunk=chunk,
+                ).hit_SM.cpu()
+                for name, drafter in drafters.items()
+            },
+        )

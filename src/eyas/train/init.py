@@ -1,19 +1,28 @@
-"""A drafter before its first step: shaped after its target, started from what the target already knows.
+"""A drafter before its first step: shaped after its target, initialised from the target's weights, and measured.
 
-The head begins as the target's rows for the draft vocabulary, the last norm as the target's last norm, and the last of
-the captured states goes straight through: the drafter speaks the target's language of states from the start, and the
-layer in between, random at first, learns the difference.
+The head begins as the target's rows for the draft vocabulary, the last norm as the target's last norm, and the last
+captured state passes straight through. So the drafter's states live in the target's space from the start, and the layer
+in between, random at first, learns the difference.
 
-Where the normed state is fed back (`norm_output`), the weights of the last norm move into the head and leave ones:
+If the normed state is fed back (`norm_output`), the weights u of the last norm move into the head, and ones remain:
 
-    head' = head * u,  u' = 1       same scores, and the next depth receives what this one had, at length one
+    head' = head * u,  u' = 1       same scores, and the next depth receives a normed state
 
-Fed back with its weights, a state would be multiplied by them once more at every depth. They differ a hundredfold from
-channel to channel in some targets, and after two depths the state would be its loudest channels and nothing else.
+A state fed back with these weights would be multiplied by them again at every depth. In some targets they differ a
+hundredfold between channels, and after two depths only the largest channels would remain.
+
+An untrained drafter should not be confident: where it is worse than a uniform guess, the first hundred steps would only
+unlearn that. So its scores are measured on one pack of real text and scaled down until no depth is worse than uniform,
+and no further, since smaller scores learn more slowly. The last norm is scaled rather than the head, because its few
+weights, at the full learning rate, grow back soon.
+
+Shapes: S depths, M teacher rows, D drafter state, V and W target and draft vocabulary.
 """
 
+import logging
+import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -31,14 +40,24 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.parts import TargetParts
+from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features
+from eyas.train.loss import cross_entropy, forward_loss
 from eyas.train.recipe import DrafterSettings
 
+logger = logging.getLogger(__name__)
+
 MAX_INITIAL_LOGIT_STD = 2.5
-"""Standard deviation that a drafter's scores have at most before it has learnt anything."""
+"""Maximum standard deviation of an untrained drafter's scores."""
+MAX_ROWS = 1024
+"""Teacher rows of the pack that are scored: enough for a mean, and little work beside a step of training."""
+SCALE_STEP = 0.5**0.5
+MAX_SCALE_STEPS = 12
+_TOLERANCE = 1.01
 
 
 def config_for(target: TargetParts, settings: DrafterSettings, *, dtype: str) -> DrafterConfig:
-    """A drafter as wide as its target, with heads, rope and context of its own kind; its vocabulary has been chosen."""
+    """Config of a drafter with the target's width, heads, rope and context; its vocabulary size is already chosen."""
     facts, size = target.facts, settings.draft_vocab_size
     assert not isinstance(size, str)
     theirs: Any = target.config
@@ -78,7 +97,7 @@ def config_for(target: TargetParts, settings: DrafterSettings, *, dtype: str) ->
 
 
 def _latent_sizes(theirs: Any, hidden_size: int) -> LatentSizes:
-    """The target's own where its attention is latent, else DeepSeek V3's, with queries of no more than its width."""
+    """Sizes of the target's latent attention, else DeepSeek V3's with queries no wider than the target."""
     if getattr(theirs, "kv_lora_rank", None) is not None:
         return LatentSizes(**{item.name: getattr(theirs, item.name) for item in fields(LatentSizes)})
     return LatentSizes(
@@ -91,7 +110,7 @@ def _latent_sizes(theirs: Any, hidden_size: int) -> LatentSizes:
 
 
 def init_drafter(target: TargetParts, config: DrafterConfig, target_ids_W: Tensor, *, seed: int) -> Drafter:
-    """A drafter for the target that proposes the target ids `target_ids_W`, on the target's device."""
+    """Untrained drafter that proposes the target ids `target_ids_W`, on the target's device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = Drafter(config)
@@ -107,32 +126,31 @@ def _start_from_target(drafter: Drafter, target: TargetParts, target_ids_W: Tens
     drafter.lm_head.weight.copy_(target.head.weight_VD.cpu()[target_ids_W.cpu()] * target.head.scale)
     if (norm_D := _last_norm(target)) is not None:
         drafter.norm.weight.copy_(norm_D)
-    # A normed state that says nothing yet gives scores of this spread. Certain of noise, a drafter would first have to
-    # unlearn that: it starts modest, with the target's norm made smaller.
+    # Standard deviation of the scores of a random normed state; too large a one is reduced by a smaller norm.
     spread = float((drafter.lm_head.weight * drafter.norm.weight).square().sum(dim=1).mean().sqrt())
     drafter.norm.weight.mul_(min(1.0, MAX_INITIAL_LOGIT_STD / max(spread, 1e-9)))
     if drafter.config.norm_output:
         drafter.lm_head.weight.mul_(drafter.norm.weight)
         drafter.norm.weight.fill_(1.0)
-    # The last state passes through, so that the residual starts in the space that the head reads.
+    # The last captured state passes through, so that the residual starts in the space that the head reads.
     last = drafter.fc.weight[:, -target.facts.hidden_size :]
     last.add_(torch.eye(*last.shape))
 
 
 def set_vocabulary(drafter: Drafter, target_ids_W: Tensor) -> None:
-    """Let the drafter propose these target ids, ascending."""
+    """Set the target ids that the drafter proposes, ascending."""
     if drafter.d2t is not None and drafter.t2d is not None:
         drafter.d2t.copy_(offsets_from_target_ids(target_ids_W))
         drafter.t2d.copy_(membership_from_target_ids(target_ids_W, drafter.config.vocab_size))
 
 
 def _last_norm(target: TargetParts) -> Tensor | None:
-    """The scale of the target's last norm; architectures disagree on how they store it, not on what it does."""
+    """Scale of the target's last norm, found by running it, since architectures store it in different ways."""
     norm = target.norm
     if norm is None or isinstance(norm, nn.LayerNorm):
         return None
     with torch.no_grad():
-        # Ones of both signs: their mean is zero, so norms that take it off (Cohere) do to them what others do.
+        # Ones of both signs have mean zero, so norms that subtract the mean (Cohere) act like others.
         signs_D = torch.ones(target.facts.hidden_size, device=target.device, dtype=target.dtype)
         signs_D[1::2] = -1
         scale_D: Tensor = (norm(signs_D[None])[0] * signs_D).float()
@@ -140,8 +158,8 @@ def _last_norm(target: TargetParts) -> Tensor | None:
 
 
 def _rope(theirs: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
-    """The target's rope where a drafter can have it; its base alone where the kind is one that servers disagree on."""
-    # Some targets have a rope for every kind of layer; a drafter's layer attends to everything.
+    """The target's rope, or only its base if servers disagree on how drafters run that kind."""
+    # Some targets have one rope per kind of layer; a drafter's layer has full attention.
     theirs = next((theirs[k] for k in ("full_attention", *theirs) if isinstance(theirs.get(k), Mapping)), theirs)
     kind = str(theirs.get("rope_type", "default"))
     theta = float(theirs.get("rope_theta") or 10000.0)
@@ -149,3 +167,75 @@ def _rope(theirs: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": theta}
     known = ROPE_KEYS[kind] | ROPE_OPTIONAL_KEYS.get(kind, frozenset()) - (NOT_LATENT if latent else frozenset())
     return {"rope_type": kind, "rope_theta": theta} | {k: v for k, v in theirs.items() if k in known and v is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Losses of a drafter before its first step."""
+
+    loss: tuple[float, ...]
+    """Cross-entropy by depth, in nats; short answers do not reach all depths."""
+    uniform: float
+    """Cross-entropy of a uniform guess over the draft vocabulary."""
+
+    @property
+    def worse(self) -> tuple[int, ...]:
+        """Depths, from 1, at which the drafter is worse than a uniform guess."""
+        return tuple(depth for depth, loss in enumerate(self.loss, start=1) if not loss <= self.uniform * _TOLERANCE)
+
+    def report(self, name: str) -> None:
+        losses = ", ".join(f"{loss:.2f}" for loss in self.loss)
+        logger.info(f"{name} starts at {losses} nats by depth; a uniform guess has {self.uniform:.2f}")
+        if self.worse:
+            logger.warning(
+                f"{name} starts worse than a uniform guess at depth {', '.join(map(str, self.worse))}: its first steps "
+                "only unlearn that; check target.source and drafter.init_from, or raise train.warmup"
+            )
+
+
+class StartMeasure:
+    """Scores a drafter on one pack, at any scale of its last norm."""
+
+    def __init__(self, drafter: Drafter, batch: TrainingBatch, features: Features, *, depths: int) -> None:
+        self._drafter, self._features = drafter, features
+        self._target_ids_W = drafter.vocab().target_ids_W
+        # The first rows, because a slot is found by the number of its row.
+        some = slice(MAX_ROWS)
+        self._scored = replace(
+            batch, row_M=batch.row_M[some], run_M=batch.run_M[some], run_lengths=batch.run_lengths[some]
+        )
+        self._depths = sum(count > 0 for count in self._scored.counts(depths))
+
+    @torch.no_grad()
+    def at(self, steps: int) -> Start:
+        """Losses with the scores scaled down by `steps`."""
+        drafter, features = self._drafter, self._features
+        uniform = math.log(len(self._target_ids_W))
+        if not self._depths:  # nothing in the pack teaches
+            return Start(loss=(), uniform=uniform)
+        own_D = drafter.norm.weight.clone()
+        scale_down(drafter, steps)
+        scores = forward_loss(
+            drafter,
+            self._scored,
+            features,
+            target_ids_W=self._target_ids_W,
+            layer_ids=drafter.config.aux_layer_ids or features.aux_layer_ids,
+            weights=[1.0] * self._depths,
+            row_loss=cross_entropy,
+            chunk=MAX_ROWS,
+        )
+        drafter.norm.weight.copy_(own_D)
+        counts = self._scored.counts(self._depths)
+        losses = tuple(total / count for total, count in zip(scores.loss_S.tolist(), counts, strict=True))
+        return Start(loss=losses, uniform=uniform)
+
+    def steps_down(self) -> int:
+        """Number of steps to scale down until no depth is worse than a uniform guess."""
+        return next((steps for steps in range(MAX_SCALE_STEPS) if not self.at(steps).worse), MAX_SCALE_STEPS)
+
+
+@torch.no_grad()
+def scale_down(drafter: Drafter, steps: int) -> None:
+    """Scale a drafter's scores down by `SCALE_STEP`, `steps` times."""
+    drafter.norm.weight.mul_(SCALE_STEP**steps)

@@ -1,10 +1,9 @@
-"""The training loop: packs -> features -> every drafter learns -> step.
+"""Training loop: packs -> features -> every drafter learns -> step.
 
 Several drafters may learn side by side from the same batches: the target runs once for all of them, and the comparison
-between them is fair. Packs are a function of seed and epoch, so a run that is taken up at step n sees what it would
-have seen; noise on states is a function of seed and pack (noise.py), and nothing random happens elsewhere. Where a run
-ends after so much time, the main process's clock counts for all, and the learning rate follows it: by when a step
-begins, as it is steps begun that it goes by otherwise.
+between them is fair. Packs are a function of seed and epoch, noise on states one of seed and pack, and nothing else is
+random, so a run resumed at step n sees what it would have seen. If a run's length is a time, the main process's clock
+counts for all processes. The learning rate follows the progress of the run when a step begins.
 
 Shapes: S depths.
 """
@@ -25,7 +24,7 @@ import torch
 
 from eyas.errors import UserError
 from eyas.train import resume
-from eyas.train.batch import TrainingBatch
+from eyas.train.batch import CorpusPacks, PlannedBatch, TrainingBatch
 from eyas.train.estimate import RoundCounts, walk_rounds
 from eyas.train.features import FeatureSource, FetchingSource, InterruptedWaitError
 from eyas.train.ranks import Ranks
@@ -35,53 +34,37 @@ from eyas.train.state import TrainState
 logger = logging.getLogger(__name__)
 
 FETCHED_STEPS = 8
-"""Steps whose batches a source that fetches ahead is told of; how many bytes it then fetches is its own matter."""
+"""Steps whose batches are announced to a source that fetches ahead; the source limits the bytes itself."""
 FIRST_STEP_PAUSES = (10.0, 20.0, 30.0)
-"""Seconds between words about a first step that takes long; a minute after these."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedBatch:
-    """One pack of the run: which it is, and how to build it."""
-
-    name: str
-    build: Callable[[], TrainingBatch]
-
-
-class Packs(Protocol):
-    """The packs of a run, epoch after epoch."""
-
-    def epoch(self, number: int) -> Sequence[PlannedBatch]:
-        """All packs of one epoch, in order."""
-        ...
+"""Seconds between log lines about a slow first step; then a minute each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long, how often, where."""
+    """Settings of the loop."""
 
     length: RunLength
     packs_per_step: int
     schedule: LearningRateSchedule
     compiled: bool
-    """Whether the first step compiles: it then takes minutes that do not count as training."""
+    """Whether the first step compiles, which takes minutes that do not count as training."""
     log_every: int
     eval_every: int
     save_every: int
     folder: Path
     same: dict[str, Any]
-    """What must not change between a run and its resumption."""
+    """Settings that must not change when a run is resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterMetrics:
-    """How one drafter did over the steps since the last report."""
+    """Metrics of one drafter over the steps since the last report."""
 
     loss: float
     accuracy: tuple[float, ...]
-    """By depth: how often the drafter's most likely token is the target's, over every position that counts."""
+    """By depth: share of positions at which the drafter's most likely token is the target's."""
     overlap: tuple[float, ...]
-    """By depth: the mean probability that a drawn draft is accepted."""
+    """By depth: mean probability that a token drawn from the drafter is accepted."""
     gradient_norm: float
 
 
@@ -92,51 +75,48 @@ class TrainMetrics:
     step: int
     length: RunLength
     tokens: int
-    """Tokens trained on since the start of this process."""
+    """Tokens trained on in this process."""
     tokens_per_second: float
     seconds: float
-    """Of training since the start of the run."""
+    """Seconds of training since the start of the run."""
     seconds_left: float | None
-    """At the pace since the last report; None behind a first step, whose pace says nothing."""
+    """Estimate from the speed since the last report; None after the first step, whose speed is not typical."""
     lr_share: float
     drafters: dict[str, DrafterMetrics]
 
 
 class Observer(Protocol):
-    """Who is told how it goes."""
+    """Receives the progress of a run."""
 
     def progressed(self, metrics: TrainMetrics) -> None:
-        """After the first step, every `log_every` steps and at the end."""
-        ...
+        """Called after the first step, every `log_every` steps and at the end."""
 
     def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
-        """Acceptance by walking the held-out text."""
-        ...
+        """Called after an evaluation on the held-out text."""
 
     def saved(self, step: int, place: Path) -> None:
-        """A checkpoint was written."""
-        ...
+        """Called after a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int
     finished: bool
     seconds: float
-    """Of training, over all processes that the run had one after another."""
+    """Seconds of training, including those before the run was resumed."""
     first_step_seconds: float | None
-    """What the first step of this process took, compiling included; None: it made none."""
+    """Time of this process's first step, with compilation; None: it made no step."""
 
 
 class DivergedError(UserError):
-    """The loss or its gradient is not a number."""
+    """Raised when the loss or its gradient is not a number."""
 
 
 def train(
     states: Sequence[TrainState],
-    packs: Packs,
+    packs: CorpusPacks,
     held_out: Sequence[PlannedBatch],
     source: FeatureSource,
     config: LoopConfig,
@@ -149,8 +129,8 @@ def train(
 ) -> LoopResult:
     """Train from the newest checkpoint, or from the start, to the end of the run.
 
-    `stop` is asked after every step; `on_first_step` is told when the first one is done, from when on there is
-    something to save. `clock` gives seconds.
+    `stop` is asked after every step; `on_first_step` is called when the first one is done and there is something to
+    save. `clock` gives seconds.
     """
     checkpoints = config.folder / "checkpoints"
     start, before = 0, 0.0
@@ -162,12 +142,15 @@ def train(
     device = states[0].drafter.fc.weight.device
     depths = max(state.settings.depths for state in states)
     window = _MetricsWindow(states, start, config.length)
-    watch, first_step_seconds = _Stopwatch(clock, before), None
+    began, first_step_seconds = clock(), None
     if config.compiled:
         logger.info("compiling: the first step takes minutes, and packs of another shape may compile once more")
 
+    def seconds_trained() -> float:
+        return before + clock() - began
+
     def save(step: int) -> Path:
-        point = resume.ResumePoint(step=step, seconds=watch.seconds(), planned=config.length)
+        point = resume.ResumePoint(step=step, seconds=seconds_trained(), planned=config.length)
         return resume.save(checkpoints, states, point, same=config.same)
 
     done, last, seconds = start, False, before
@@ -175,8 +158,9 @@ def train(
         steps = _prefetched(_steps(packs, config, ranks, start), builder, source)
         for step, planned, built in steps:
             batches, interrupted = _available(source, built)
-            *counts, interruptions = ranks.sum_counts([*_counts(batches, depths), int(interrupted)], device)
-            if interruptions:  # the step under way was not begun: what is saved is what was before it
+            own_counts = [sum(n) for n in zip(*(batch.counts(depths) for batch in batches), strict=True)]
+            *counts, interruptions = ranks.sum_counts([*own_counts, int(interrupted)], device)
+            if interruptions:  # nothing of this step was done yet
                 if ranks.is_main:
                     observer.saved(done, save(done))
                 ranks.barrier()
@@ -184,19 +168,20 @@ def train(
             for number, batch in enumerate(batches):
                 features = source(batch)
                 pack = step * config.packs_per_step + ranks.rank + number * ranks.world
-                last_among = ranks if number + 1 == len(batches) else None
                 for state in states:
-                    state.backward(batch, features, counts, pack=pack, last_among=last_among)
-            norms = _gradient_norms(states, ranks)
-            # Of this step's time no step is counted yet: by time as by steps, a run stands where the last one left it.
+                    state.backward(batch, features, counts, pack=pack)
+            for state in states:
+                state.sum_gradients(ranks)
+            norms = torch.stack([state.gradient_norm() for state in states]).cpu()  # the one synchronisation of a step
+            # Progress is that of the last step, by time as by steps.
             share = config.schedule.share(*config.length.position(step, seconds))
             first = step == start
             if first:
-                first_step_seconds = watch.seconds() - before
+                first_step_seconds = clock() - began
                 if config.compiled:
                     logger.info(f"compiled: the first step took {first_step_seconds:.0f} s, which do not count")
-                    watch = _Stopwatch(clock, before)
-            seconds = watch.seconds()
+                    began = clock()
+            seconds = seconds_trained()
             if config.length.minutes is not None:
                 seconds = ranks.from_main(seconds, device)
             for state, norm in zip(states, norms, strict=True):
@@ -225,7 +210,7 @@ def train(
                 ranks.barrier()
             if last or stopping:
                 break
-    return LoopResult(step=done, finished=last, seconds=watch.seconds(), first_step_seconds=first_step_seconds)
+    return LoopResult(step=done, finished=last, seconds=seconds_trained(), first_step_seconds=first_step_seconds)
 
 
 def estimate(
@@ -236,9 +221,9 @@ def estimate(
     depths: int,
     ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
 ) -> dict[str, RoundCounts] | None:
-    """Acceptance length of each drafter on text it does not learn from, walking rounds as decoding does.
+    """Acceptance length of each drafter on held-out text, by walking rounds as decoding does.
 
-    Processes share the packs out. None: the run is to stop, and not all could be had.
+    Packs are shared among the processes. None: the run is to stop, and not all packs could be fetched.
     """
     found = {state.name: RoundCounts(rounds=0, accepted_at=(0,) * depths) for state in states}
     built, interrupted = [planned.build() for planned in held_out[ranks.rank :: ranks.world]], False
@@ -263,7 +248,7 @@ def estimate(
 
 
 def _available(source: FeatureSource, batches: Sequence[TrainingBatch]) -> tuple[list[TrainingBatch], bool]:
-    """The batches as far as the source has them, and whether waiting for them was given up."""
+    """The batches as far as the source has them, and whether the wait for them was interrupted."""
     if not isinstance(source, FetchingSource):
         return list(batches), False
     try:
@@ -274,7 +259,7 @@ def _available(source: FeatureSource, batches: Sequence[TrainingBatch]) -> tuple
 
 @contextmanager
 def _first_step_watched() -> Iterator[threading.Event]:
-    """Say now and then that the first step is under way, until the event is set: on a CPU it can take minutes."""
+    """Log now and then that the first step is running, until the event is set: on a CPU it can take minutes."""
     done = threading.Event()
 
     def speak() -> None:
@@ -283,7 +268,7 @@ def _first_step_watched() -> Iterator[threading.Event]:
             if done.wait(pause):
                 return
             waited += pause
-            logger.info(f"the first step is under way for {waited:.0f} s")
+            logger.info(f"the first step has been running for {waited:.0f} s")
 
     threading.Thread(target=speak, daemon=True).start()
     try:
@@ -292,18 +277,8 @@ def _first_step_watched() -> Iterator[threading.Event]:
         done.set()
 
 
-class _Stopwatch:
-    """Seconds of training, those before this process included."""
-
-    def __init__(self, clock: Callable[[], float], before: float) -> None:
-        self._clock, self._began, self._before = clock, clock(), before
-
-    def seconds(self) -> float:
-        return self._before + self._clock() - self._began
-
-
 class _MetricsWindow:
-    """Sums over the steps since the last report. They stay on the device until then."""
+    """Sums of metrics since the last report, kept on the device until then."""
 
     def __init__(self, states: Sequence[TrainState], start: int, length: RunLength) -> None:
         self._states, self._length = states, length
@@ -327,7 +302,7 @@ class _MetricsWindow:
         seconds = max(1e-9, now - since)
         ends = []
         if self._length.minutes is not None:
-            # A run that keeps to a share of its device takes longer than it trains.
+            # A run that keeps to a share of its device also rests.
             longer = seconds / max(1e-9, trained - earlier)
             ends.append(longer * max(0.0, 60 * self._length.minutes - trained))
         if self._length.steps is not None:
@@ -358,8 +333,8 @@ class _MetricsWindow:
 _PlannedStep = tuple[int, list[PlannedBatch]]
 
 
-def _steps(packs: Packs, config: LoopConfig, ranks: Ranks, start: int) -> Iterator[_PlannedStep]:
-    """Which packs this process takes at each step, from `start` on."""
+def _steps(packs: CorpusPacks, config: LoopConfig, ranks: Ranks, start: int) -> Iterator[_PlannedStep]:
+    """Packs of this process at each step, from `start` on."""
 
     def endless() -> Iterator[PlannedBatch]:
         number = 0
@@ -379,7 +354,7 @@ def _steps(packs: Packs, config: LoopConfig, ranks: Ranks, start: int) -> Iterat
 def _prefetched(
     steps: Iterator[_PlannedStep], builder: ThreadPoolExecutor, source: FeatureSource
 ) -> Iterator[tuple[int, list[PlannedBatch], list[TrainingBatch]]]:
-    """Build the batches of the next step while this one runs; those of more steps, where their source fetches ahead."""
+    """Build the batches of the next step while this one runs, or of more steps if the source fetches ahead."""
     fetching = isinstance(source, FetchingSource)
 
     def build() -> tuple[int, list[PlannedBatch], list[TrainingBatch]] | None:
@@ -398,18 +373,6 @@ def _prefetched(
         yield ready
 
 
-def _counts(batches: Sequence[TrainingBatch], depths: int) -> list[int]:
-    """Predictions that count at each depth, over all batches of the step."""
-    return [sum(n) for n in zip(*(batch.counts(depths) for batch in batches), strict=True)]
-
-
-def _gradient_norms(states: Sequence[TrainState], ranks: Ranks) -> list[torch.Tensor]:
-    """Norms of the summed gradients, on the host: the one wait of a step."""
-    for state in states:
-        state.wait_for_sum(ranks)
-    return list(torch.stack([state.gradient_norm() for state in states]).cpu())
-
-
 def _stop_diverged(
     states: Sequence[TrainState],
     diverged: TrainState,
@@ -420,20 +383,20 @@ def _stop_diverged(
     save: Callable[[int], Path],
     ranks: Ranks,
 ) -> None:
-    """Save what was good before this step, find the pack that did it, and say so."""
+    """Save the weights from before this step, find the pack that diverged, and raise."""
     for state in states:
         state.zero_grad()
     place = checkpoints / f"step-{step:06d}"
     if ranks.is_main and not place.exists():
         save(step)
-    culprits = [p.name for p in planned if not _finite(diverged, p.build(), source)] or [p.name for p in planned]
+
+    def finite(batch: TrainingBatch) -> bool:
+        scores = diverged.forward_loss(batch, source(batch), depths=diverged.settings.depths)
+        return bool(torch.isfinite(scores.loss_S).all())
+
+    culprits = [p.name for p in planned if not finite(p.build())] or [p.name for p in planned]
     raise DivergedError(
         f"the loss of {diverged.name} is not a number at step {step + 1}, in {'; '.join(culprits)}; the weights before "
         f"that step are in {place}: look at that data, and start from them (drafter.init_from) in another "
         f"output.folder with a lower train.lr (now {diverged.settings.lr:g}) or train.clip"
     )
-
-
-def _finite(state: TrainState, batch: TrainingBatch, source: FeatureSource) -> bool:
-    scores = state.forward_loss(batch, source(batch), depths=state.settings.depths)
-    return bool(torch.isfinite(scores.loss_S).all())

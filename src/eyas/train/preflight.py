@@ -1,7 +1,7 @@
-"""Everything about a run that can be refused before anything slow: no weights are loaded and no text is read for it.
+"""Checks of a run before anything slow: they load no weights and read no text.
 
-Encoding a corpus and loading a large target take minutes to hours; a recipe that cannot end well should say so in the
-first second. What depends on the text itself is refused where the text is known (run.py).
+Encoding a corpus and loading a large target take minutes to hours; a recipe that cannot succeed should fail in the
+first second. What depends on the text itself is checked when the text is read (run.py).
 """
 
 import json
@@ -15,12 +15,12 @@ from eyas.target.facts import TargetFacts
 from eyas.train import resume
 from eyas.train.journal import read_log
 from eyas.train.recipe import DrafterRecipe, Recipe
-from eyas.train.sources.cache import INDEX
+from eyas.train.sources.cache import INDEX, require_key
 from eyas.train.upgrade import read_start
 
 
 def check_run(recipe: Recipe, facts: TargetFacts, *, processes: int = 1, resuming: bool = False) -> None:
-    """Refuse a run that could not begin, for the first reason found."""
+    """Refuse a run that cannot begin, for the first reason found."""
     if recipe.train.packs_per_step % processes:
         raise UserError(
             f"train.packs_per_step {recipe.train.packs_per_step} cannot be shared by {processes} processes; "
@@ -42,7 +42,7 @@ def check_run(recipe: Recipe, facts: TargetFacts, *, processes: int = 1, resumin
 
 
 def layers_read(recipe: Recipe, facts: TargetFacts) -> list[int]:
-    """The layers whose states some drafter of the recipe reads."""
+    """Layers whose states some drafter of the recipe reads."""
     return sorted({k for drafter in recipe.drafter_recipes() for k in _check_drafter(drafter, recipe, facts)})
 
 
@@ -67,7 +67,7 @@ def _check_folder(recipe: Recipe, *, resuming: bool) -> None:
 
 
 def _check_lengths(recipe: Recipe, facts: TargetFacts) -> None:
-    """Behind the end of its context a target talks nonsense, and a drafter would learn it."""
+    """Refuse documents longer than the target's context, beyond which it writes nonsense."""
     context, data = facts.max_position_embeddings, recipe.data
     lengths = {"max_length": data.max_length, "join_length": data.join_length if data.join_share else 0}
     for key, length in lengths.items():
@@ -100,20 +100,16 @@ def _check_drafter(drafter: DrafterRecipe, recipe: Recipe, facts: TargetFacts) -
 
 
 def _check_cache(recipe: Recipe, facts: TargetFacts, layer_ids: list[int]) -> None:
-    """Refuse a cache that is another run's, by what is known before the text is."""
+    """Refuse the cache of another run, as far as that is known before the text is read."""
     assert recipe.features.folder is not None
     folder = Path(recipe.features.folder)
     _require_writable(folder, "features.folder")
     try:
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["key"]
     except (OSError, ValueError, LookupError, TypeError):
-        return  # the writer begins, or goes on behind whole shards
-    for name, ours in (("target", facts.source), ("aux_layer_ids", layer_ids), ("dtype", recipe.features.dtype)):
-        if isinstance(found, dict) and found.get(name) != ours:
-            raise UserError(
-                f"the cache {folder} was made for {name} {found.get(name)!r} and this run has {ours!r}; "
-                "remove it or choose another features.folder"
-            )
+        return  # the writer will write it
+    if isinstance(found, dict):
+        require_key({"target": facts.source, "aux_layer_ids": layer_ids, "dtype": recipe.features.dtype}, found, folder)
 
 
 def _require_writable(folder: Path, key: str) -> None:

@@ -1,10 +1,10 @@
-"""Recipes as files: read from TOML with overrides of the command line, refused in words, and written back.
+"""Recipes as files: read from TOML with overrides of the command line, and written back.
 
-`read_recipe` turns the first thing that pydantic refuses into one line that names the key, its value and what is
-allowed.
+`read_recipe` turns the first error that pydantic finds into one line with the key, its value and what is allowed.
 """
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -12,38 +12,28 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from eyas.errors import UserError
-from eyas.train.recipe import (
-    LENGTHS,
-    Augmentation,
-    DataSettings,
-    DrafterOverrides,
-    DrafterSettings,
-    FeatureSettings,
-    OutputSettings,
-    Recipe,
-    TargetSettings,
-    TrainSettings,
-)
-from eyas.train.toml import NONE, apply_override, parse_override, to_text
+from eyas.train.recipe import LENGTHS, NONE, Augmentation, DrafterOverrides, Recipe
 
 _RENAMED = {"checkpoint": "activation_checkpointing"}
-_TABLES: Mapping[str, type[BaseModel]] = {
-    "target": TargetSettings,
-    "data": DataSettings,
-    "features": FeatureSettings,
-    "drafter": DrafterSettings,
-    "train": TrainSettings,
-    "output": OutputSettings,
+_PLAIN = {
+    "Input should be": "it must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid tuple": "a list",
+}
+"""Plainer words for phrases of pydantic's messages."""
+_TABLES: dict[str, Any] = {
+    **{key: field.annotation for key, field in Recipe.model_fields.items() if key != "drafters"},
     "data.augment": Augmentation,
 }
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and set `overrides` of the form `train.lr=1e-3` over it."""
+    """Read a recipe and apply `overrides` of the form `train.lr=1e-3`."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -55,11 +45,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     parsed = [parse_override(override) for override in overrides]
     if isinstance(train := tables.get("train"), dict) and any(
         keys[0] == "train" and keys[-1] in LENGTHS and value != NONE for keys, value in parsed
-    ):  # how long a run is, the command line says instead of the file
+    ):  # the command line sets the length of the run instead of the file
         tables["train"] = {key: value for key, value in train.items() if key not in LENGTHS}
     named = tuple(tables["drafters"]) if isinstance(tables.get("drafters"), dict) else ()
     for keys, value in parsed:
-        if keys[0] == "drafters" and len(keys) > 2 and keys[1] not in named:  # a new one would be a slip of the pen
+        if keys[0] == "drafters" and len(keys) > 2 and keys[1] not in named:  # a new one would be a typing error
             if named:
                 raise _unknown_key(keys[1], "[drafters] of the recipe", named)
             raise UserError(f"the recipe has no [drafters.{keys[1]}]; add it, or set keys of drafter and train")
@@ -70,74 +60,87 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def read_recipe(tables: Mapping[str, Any]) -> Recipe:
     """Make a recipe of nested tables."""
     try:
-        # A table that is missing is an empty one: the key that it lacks is then named.
+        # A missing table becomes an empty one, so that the error names the missing key.
         return Recipe.model_validate({"data": {}, "output": {}, **tables})
     except ValidationError as refused:
         errors = refused.errors(include_url=False)
-        # A key that nobody knows is often the one that is missing elsewhere.
+        # An unknown key is often the one that is missing elsewhere: it is reported first.
         raise _refusal(min(errors, key=lambda error: error["type"] != "extra_forbidden")) from refused
 
 
 def to_toml(recipe: Recipe) -> str:
     """Print every value, such that `load_recipe` gives the same recipe again."""
-    return to_text(recipe.resolved())
+    return _tables_as_toml(recipe.resolved())
+
+
+def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """Read `table.key=value`: a TOML value, or a bare word as text."""
+    path, equals, written = (part.strip() for part in text.partition("="))
+    keys = tuple(key.strip() for key in path.split("."))
+    if not equals or not written or not all(keys):
+        raise UserError(f"--set {text!r} is not of the form table.key=value; write train.lr=1e-3, say")
+    if "\n" in written or "\r" in written:
+        raise UserError(f"--set {text!r} spans several lines; give one value on one line")
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if written[0] in "[{\"'":
+            raise UserError(f"--set {text!r}: the value is not TOML ({error}); mend or quote it") from error
+        value = written
+    # A date can only be a name here, as in output.folder=2025-03-01.
+    return keys, value if isinstance(value, bool | int | float | str | list | dict) else written
+
+
+def apply_override(tables: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    """Put a value into nested tables, making tables on the way."""
+    for depth, key in enumerate(keys[:-1], start=1):
+        tables = tables.setdefault(key, {})
+        if not isinstance(tables, dict):
+            raise UserError(
+                f"--set {'.'.join(keys)}: {'.'.join(keys[:depth])} is a value and not a table; name the value itself"
+            )
+    tables[keys[-1]] = value
 
 
 def _refusal(error: ErrorDetails) -> UserError:
-    """What pydantic found, in one line with the key, its value and what is allowed."""
+    """Say in one line what pydantic found: the key, its value and what is allowed."""
     path = [part for part in error["loc"] if isinstance(part, str)]
     *tables, name = path
-    table, value, context = ".".join(tables), error["input"], error.get("ctx", {})
+    table, value = ".".join(tables), error["input"]
     model = DrafterOverrides if tables[:1] == ["drafters"] else _TABLES.get(table, Recipe)
     key = ".".join(path)
     if (item := error["loc"][-1]) != name and error["type"] != "missing":  # one item of a list is wrong
         key += f"[{item}]"
     match error["type"]:
         case "extra_forbidden":
-            return _unknown_key(name, f"[{table}]" if table else "the recipe", model.model_fields, _tables_with(name))
+            elsewhere = [other for other, known in _TABLES.items() if name in known.model_fields]
+            return _unknown_key(name, f"[{table}]" if table else "the recipe", model.model_fields, elsewhere)
         case "missing" if item == name:
             return UserError(f"the recipe does not say {key}; add {name} to [{table}]")
-        case "model_type" | "mapping_type" | "dict_type":
-            header = "drafters.NAME" if key == "drafters" else key
-            return UserError(f"{key} is {value!r}; it must be a table: write [{header}] and its keys below")
-        case "string_pattern_mismatch":
-            allowed = "auto, cpu, cuda or cuda:N" if name == "device" else "an address such as http://localhost:8000"
-            return UserError(f"{key} is {value!r}; it must be {allowed}")
         case "string_too_short" | "too_short":
             return UserError(f"{key} is empty; give at least one name or path")
-        case "literal_error":
-            known = re.findall(r"'([^']*)'", context["expected"])
-            near = difflib.get_close_matches(str(value), known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            return UserError(f"{key} is {value!r}; {hint}it must be one of {', '.join(known)}")
+        case "model_type" | "mapping_type" | "dict_type":
+            allowed = f"it must be a table: write [{'drafters.NAME' if key == 'drafters' else key}] and its keys below"
+        case "string_pattern_mismatch":
+            example = "auto, cpu, cuda or cuda:N" if name == "device" else "an address such as http://localhost:8000"
+            allowed = f"it must be {example}"
+        case "missing" | "too_long":  # train.betas alone has a fixed length
+            allowed = "it must be a list of 2 numbers"
         case "value_error":
-            return UserError(f"{key} is {value!r}; {context['error']}")
+            allowed = str(error["ctx"]["error"])
         case kind:
-            optional = item == name and NoneType in get_args(model.model_fields[name].annotation)
-            unset = f' or "{NONE}"' if optional else ""
-            return UserError(f"{key} is {value!r}; it must be {_ALLOWED[kind].format(**context)}{unset}")
-
-
-_ALLOWED = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "string_unicode": "text in UTF-8",
-    "tuple_type": "a list",
-    "greater_than": "above {gt:.15g}",
-    "greater_than_equal": "at least {ge:.15g}",
-    "less_than": "below {lt:.15g}",
-    "less_than_equal": "at most {le:.15g}",
-    # These have one key: train.betas.
-    "missing": "a list of 2 numbers",
-    "too_long": "a list of 2 numbers",
-}
+            allowed = error["msg"]
+            for theirs, ours in _PLAIN.items():
+                allowed = allowed.replace(theirs, ours)
+            names = re.findall(r"'([^']*)'", error["msg"]) if kind == "literal_error" else []
+            if near := difflib.get_close_matches(str(value), names, n=1):
+                allowed = f"did you mean {near[0]!r}? {allowed}"
+            if item == name and NoneType in get_args(model.model_fields[name].annotation):
+                allowed += f' or "{NONE}"'
+    return UserError(f"{key} is {value!r}; {allowed}")
 
 
 def _unknown_key(key: str, where: str, known: Collection[str], elsewhere: Collection[str] = ()) -> UserError:
-    """The error for a key that its table does not know."""
     near = difflib.get_close_matches(key, known, n=1)
     if key in _RENAMED and _RENAMED[key] in known:
         hint = f"it is called {_RENAMED[key]!r} now"
@@ -150,6 +153,30 @@ def _unknown_key(key: str, where: str, known: Collection[str], elsewhere: Collec
     return UserError(f"{where} has no key {key!r}; {hint}")
 
 
-def _tables_with(key: str) -> list[str]:
-    """The tables that know a key."""
-    return [name for name, table in _TABLES.items() if key in table.model_fields]
+def _tables_as_toml(tables: Mapping[str, Any], name: str = "") -> str:
+    lines = [f"{_key(key)} = {_literal(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    blocks = ["\n".join([f"[{name}]", *lines] if name else lines) + "\n"] if lines or (name and not tables) else []
+    blocks += [
+        _tables_as_toml(value, f"{name}.{_key(key)}" if name else _key(key))
+        for key, value in tables.items()
+        if isinstance(value, dict)
+    ]
+    return "\n".join(block for block in blocks if block)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(_literal(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_key(key)} = {_literal(item)}' for key, item in value.items())}}}"
+    return repr(value)

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: every drafter as servers load it, and beside it what training needs to go on exactly.
+"""Checkpoints of a run: every drafter as servers load it, and beside it what an exact resumption needs.
 
     checkpoints/step-000500/NAME/          config.json, model.safetensors: loads in vLLM as it is
     checkpoints/step-000500/state/NAME.safetensors   float32 master weights and the optimizer's moments
-    checkpoints/step-000500/state.json     step, seconds of training, how long the run was to be, and what must be the
-                                           same for the rest of it
+    checkpoints/step-000500/state.json     step, seconds of training, planned length, and the settings that must not
+                                           change for the rest of the run
 
 A checkpoint appears whole or not at all, and the newest two are kept.
 """
@@ -29,17 +29,17 @@ KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """How far a run had come."""
+    """Progress of a run at a checkpoint."""
 
     step: int
     seconds: float
-    """Of training so far."""
+    """Seconds of training so far."""
     planned: RunLength
-    """How long the run was to be; it may be longer when it is taken up."""
+    """Length that the run was planned for; a resumed run may be longer."""
 
 
 def save(folder: Path, states: Sequence[TrainState], point: ResumePoint, *, same: Mapping[str, Any]) -> Path:
-    """Write a checkpoint; `same` is compared when it is taken up again."""
+    """Write a checkpoint; `same` are the settings that must not change when the run is resumed."""
     place = folder / f"step-{point.step:06d}"
     with new_folder(place, replace=True) as staging:
         (staging / "state").mkdir()
@@ -51,18 +51,18 @@ def save(folder: Path, states: Sequence[TrainState], point: ResumePoint, *, same
             except SafetensorError as error:  # a full disk, for one
                 raise OSError(str(error)) from error
         (staging / "state.json").write_text(json.dumps({**asdict(point), "same": same}, indent=1))
-    for old in _all(folder)[:-KEPT]:
+    for old in _oldest_first(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return place
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint, if there is one."""
-    return next(reversed(_all(folder)), None)
+    """Newest checkpoint, if there is one."""
+    return next(reversed(_oldest_first(folder)), None)
 
 
 def restore(place: Path, states: Sequence[TrainState], *, same: Mapping[str, Any]) -> ResumePoint:
-    """Take up a checkpoint and say how far it was; refuse when the run it belongs to was another one."""
+    """Load a checkpoint into the states and return its progress; refuse one of another run."""
     point = read_point(place, same=same)
     try:
         tensors = {state.name: load_file(place / "state" / f"{state.name}.safetensors") for state in states}
@@ -74,7 +74,7 @@ def restore(place: Path, states: Sequence[TrainState], *, same: Mapping[str, Any
 
 
 def read_point(place: Path, *, same: Mapping[str, Any]) -> ResumePoint:
-    """How far a checkpoint is; one of another run is refused."""
+    """Read the progress of a checkpoint; refuse one of another run."""
     try:
         stored = json.loads((place / "state.json").read_text())
         before = stored["same"]
@@ -94,17 +94,16 @@ def read_point(place: Path, *, same: Mapping[str, Any]) -> ResumePoint:
 
 
 def step_of(place: Path) -> int:
-    """The step after which a checkpoint was written."""
+    """Step after which a checkpoint was written."""
     return int(place.name.partition("-")[2])
 
 
 def _unreadable(place: Path, error: Exception) -> UserError:
     return UserError(
-        f"the checkpoint {place} cannot be read ({error}); remove it, an earlier one or the start is taken then"
+        f"the checkpoint {place} cannot be read ({error}); remove it to resume from an earlier one or from the start"
     )
 
 
-def _all(folder: Path) -> list[Path]:
-    """All checkpoints, oldest first."""
+def _oldest_first(folder: Path) -> list[Path]:
     places = [place for place in folder.glob("step-*") if place.is_dir() and place.name[5:].isdecimal()]
     return sorted(places, key=step_of)

@@ -1,9 +1,9 @@
-"""From a recipe and parts of a target to trained drafters: everything around the loop.
+"""A training run: from a recipe and parts of a target to trained drafters.
 
-folder/NAME/          the drafter as vLLM loads it, when the run is at its end
+folder/NAME/          the drafter as vLLM loads it, when the run is finished
 folder/best/NAME/     the one with the longest acceptance on held-out text so far
-folder/checkpoints/   what a stopped run is taken up from
-folder/encoded/       the conversations as tokens: a run taken up again need not tokenise
+folder/checkpoints/   checkpoints from which a stopped run is resumed
+folder/encoded/       the conversations as tokens, so that a resumed run need not tokenise
 folder/log.jsonl, training.png, record.json, recipe.toml
 """
 
@@ -26,18 +26,16 @@ from eyas.errors import UserError
 from eyas.target.parts import TargetParts
 from eyas.train import resume
 from eyas.train.attention import require_attention
-from eyas.train.batch import TrainingBatch
-from eyas.train.best import BestDrafters
+from eyas.train.batch import CorpusPacks, PlannedBatch, TrainingBatch
 from eyas.train.corpus.corpus import Corpus, concatenate
 from eyas.train.corpus.encoding import EncodingProgress
 from eyas.train.corpus.vocabulary import choose_vocabulary
-from eyas.train.epochs import CorpusPacks
-from eyas.train.estimate import RoundCounts, acceptance_file
+from eyas.train.estimate import acceptance_file
 from eyas.train.features import Features, FeatureSource, FetchingSource, OpenSource
-from eyas.train.init import config_for, init_drafter
-from eyas.train.journal import Journal, counts_as_json, write_record, write_text
-from eyas.train.loop import LoopConfig, Observer, PlannedBatch, TrainMetrics, train
-from eyas.train.plot import plot_run
+from eyas.train.init import Start, StartMeasure, config_for, init_drafter, scale_down
+from eyas.train.journal import BestDrafters, Journal, Observers, write_record, write_text
+from eyas.train.loop import LoopConfig, Observer, train
+from eyas.train.plots import plot_run
 from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import DrafterRecipe, Recipe
@@ -47,22 +45,21 @@ from eyas.train.run_data import RunData, fingerprint_corpus, read_data
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.cache import CacheKey, CacheSource, fingerprint_vocabulary
 from eyas.train.sources.cache_writer import CacheWriter
-from eyas.train.start import Start, StartMeasure, quieten
 from eyas.train.state import TrainState
 from eyas.train.upgrade import ReadText, init_from_checkpoint
 
 logger = logging.getLogger(__name__)
 
 START_TOKENS = 4096
-"""Text that starts are measured on, if there is no longer document."""
+"""Tokens of text on which untrained drafters are measured, if there is no longer document."""
 
-# What may change between a run and its resumption without changing what is learnt.
+# Settings that may change when a run is resumed, without changing what is learnt.
 _MAY_CHANGE_ON_RESUME = {
     "target": {"device"},
     "data": {"workers", "max_bad_share", "allow_other_authors"},
     "features": {"folder", "servers", "states_folder", "ahead_gb", "in_flight"},
     "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"}
-    # A run may become longer: its schedule is then another from there on, which is said.
+    # A run may become longer: its schedule then changes from there on, which is logged.
     | {"steps", "minutes", "epochs", "max_minutes"},
     "output": {"folder", "trackers"},
 }
@@ -70,41 +67,15 @@ _MAY_CHANGE_ON_RESUME = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What came of a run."""
+    """Result of a run."""
 
     step: int
     length: RunLength
     finished: bool
     drafters: dict[str, Path]
-    """Where the finished drafters are; empty while the run is not at its end."""
+    """Folders of the finished drafters; empty if the run was stopped."""
     data: RunData | None = None
-    """What was trained on and held out, for whoever judges by it."""
-
-
-class Observers:
-    """Tells several."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-        self.last: TrainMetrics | None = None
-        self.estimates: dict[str, RoundCounts] = {}
-
-    def progressed(self, metrics: TrainMetrics) -> None:
-        """Every report."""
-        self.last = metrics
-        for observer in self._observers:
-            observer.progressed(metrics)
-
-    def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
-        """Every estimate."""
-        self.estimates = counts
-        for observer in self._observers:
-            observer.estimated(step, counts)
-
-    def saved(self, step: int, place: Path) -> None:
-        """Every checkpoint."""
-        for observer in self._observers:
-            observer.saved(step, place)
+    """Conversations that were trained on and held out."""
 
 
 def run(
@@ -123,11 +94,11 @@ def run(
     source_record: Callable[[], dict[str, Any]] = dict,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrainResult:
-    """Train what the recipe asks for.
+    """Train the drafters of a recipe.
 
-    `open_source` opens what computes states, where they are not in a cache yet, and `source_record` is what the record
-    says of it; `cache` is where the target was found, if not in the user's. `clock` gives seconds of training.
-    `on_data` is told of the conversations before anything is made of them, and may refuse them.
+    `open_source` opens the source that computes states that are not in a cache yet, and `source_record` describes it
+    for the record. `cache` is the folder of converted targets, if not the user's. `clock` gives seconds of training.
+    `on_data` gets the conversations before they are used, and may refuse them.
     """
     started = time.time()
     folder = Path(recipe.output.folder)
@@ -162,7 +133,7 @@ def run(
         f"{config.length}{_of_epochs(recipe)}, each step {config.packs_per_step} x {recipe.data.pack_length} tokens"
     )
     if newest is not None:
-        _say_how_it_goes_on(resume.read_point(newest, same=config.same), config)
+        _log_resumption(resume.read_point(newest, same=config.same), config)
     best = BestDrafters(folder, states)
     journal: list[Observer] = []
     if ranks.is_main:
@@ -191,7 +162,7 @@ def run(
                 beside = _last_acceptance(finished[state.name]) if counts is None else acceptance_file(counts)
                 write_checkpoint(checkpoint_of(state.drafter), finished[state.name], replace=True, beside=beside)
         plot_run(folder / "log.jsonl", folder / "training.png")
-    # A finished run that is taken up again has nothing to add to its record.
+    # A finished run that is resumed has nothing to add to its record.
     if ranks.is_main and (observed.last is not None or not (folder / "record.json").exists()):
         write_record(
             folder,
@@ -209,7 +180,7 @@ def run(
                 "processes": ranks.world,
                 "served": source_record(),
                 "last": None if observed.last is None else asdict(observed.last),
-                "held_out": {name: counts_as_json(counts) for name, counts in observed.estimates.items()},
+                "held_out": {name: counts.as_json() for name, counts in observed.estimates.items()},
                 "best": best.record(),
             },
         )
@@ -222,8 +193,8 @@ def _of_epochs(recipe: Recipe) -> str:
     return "" if epochs is None else f" ({epochs:g} epoch{'' if epochs == 1 else 's'})"
 
 
-def _say_how_it_goes_on(point: ResumePoint, config: LoopConfig) -> None:
-    """What taking a run up means: nothing is left, it goes on as planned, or it has another length now."""
+def _log_resumption(point: ResumePoint, config: LoopConfig) -> None:
+    """Log what resuming means: nothing is left to do, the run goes on as planned, or it has another length now."""
     length, planned = config.length, point.planned
     so_far = f"{point.step:,} steps in {point.seconds / 60:.1f} minutes of training"
     if length.reached(point.step, point.seconds):
@@ -237,14 +208,14 @@ def _say_how_it_goes_on(point: ResumePoint, config: LoopConfig) -> None:
             "more train.steps, train.minutes or train.epochs"
         )
         return
-    logger.info(f"going on behind step {point.step:,} ({so_far})")
+    logger.info(f"resuming after step {point.step:,} ({so_far})")
     if length == planned:
         return
     old, new = (config.schedule.share(*of.position(point.step, point.seconds)) for of in (planned, length))
     logger.info(
         f"the run was planned for {planned} and is for {length} now: the learning rate goes on at {new:.1%} of its "
-        f"peak (it was at {old:.1%}) and falls towards the new end. A run that was planned that long from its start "
-        "would have had other rates until here"
+        f"peak (it was at {old:.1%}) and falls towards the new end. A run planned with this length from its start "
+        "would have had other rates so far"
     )
 
 
@@ -259,7 +230,7 @@ def _feature_source(
     stop: Callable[[], bool],
     ranks: Ranks,
 ) -> FeatureSource:
-    """Where the recipe says features come from; a cache is made first, unless it is there."""
+    """Open the feature source of the recipe; a cache is written first if it is not complete."""
     layer_ids = tuple(sorted({k for state in states for k in state.drafter.config.aux_layer_ids or ()}))
     settings = recipe.features
     opened = functools.partial(open_source, layer_ids, compiled=recipe.train.compile)
@@ -291,7 +262,7 @@ def _feature_source(
 
 
 def _one_vocabulary(states: Sequence[TrainState]) -> str:
-    """Fingerprint of the draft vocabulary that all drafters have."""
+    """Fingerprint of the draft vocabulary, which must be the same for all drafters."""
     first = states[0]
     for other in states[1:]:
         if not torch.equal(other.target_ids_W, first.target_ids_W):
@@ -306,7 +277,7 @@ def _one_vocabulary(states: Sequence[TrainState]) -> str:
 def _train_states(
     recipe: Recipe, target: TargetParts, open_source: OpenSource, packs: CorpusPacks, ranks: Ranks, *, fresh: bool
 ) -> tuple[list[TrainState], dict[str, Any], dict[str, Any]]:
-    """The drafters, their vocabularies and, where the run is `fresh`, how they begin."""
+    """Create the drafters; return them with records of their vocabularies and of their first losses (if `fresh`)."""
     corpus = packs.corpus
     some = min(packs.length, max(START_TOKENS, packs.corpus.longest))
     read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0, replay=None), open_source)
@@ -332,12 +303,12 @@ def _train_states(
             config = config_for(target, chosen, dtype=dtype)
             drafter = init_drafter(target, config, torch.from_numpy(kept), seed=drafter_recipe.train.seed)
         config = drafter.config
-        if fresh:  # a run that is taken up has its weights from the checkpoint
+        if fresh:  # a resumed run loads its weights from the checkpoint
             start = _settle_start(drafter, drafter_recipe, read_text, ranks)
             starts[drafter_recipe.name] = asdict(start)
             if ranks.is_main:
                 start.report(drafter_recipe.name)
-        # What is measured on text is measured on states, whose last bits differ from server to server.
+        # Measured on states, whose last bits differ between servers.
         ranks.copy_from_main([p for p in drafter.parameters() if p.requires_grad])
         states.append(TrainState(drafter_recipe.name, drafter, drafter_recipe.train))
         parameters = sum(master.numel() for master in states[-1].master_weights.values())
@@ -351,27 +322,27 @@ def _train_states(
 
 
 def _settle_start(drafter: Drafter, drafter_recipe: DrafterRecipe, read_text: ReadText, ranks: Ranks) -> Start:
-    """Measure how a drafter begins; a newborn one is made quieter first if it is too sure of itself."""
+    """Measure a drafter's losses; the scores of an untrained one are scaled down first if it is overconfident."""
     assert drafter.config.aux_layer_ids is not None
     batch, features = read_text(drafter.config.aux_layer_ids)
     measure = StartMeasure(drafter, batch, features, depths=drafter_recipe.train.depths)
     if drafter_recipe.drafter.init_from is not None:
         return measure.at(0)
-    # All processes do as the first one: their drafters must be the same to the last bit.
+    # All processes follow the main one, since their drafters must be identical.
     found = measure.steps_down() if ranks.is_main else 0
     (steps,) = ranks.sum_counts([found], drafter.fc.weight.device)
-    quieten(drafter, steps)
+    scale_down(drafter, steps)
     return measure.at(0)
 
 
 def _last_acceptance(folder: Path) -> dict[str, str]:
-    """acceptance.json of a finished run that is taken up again, and so estimates nothing: its weights are the same."""
+    """acceptance.json of a finished run that is resumed: its weights do not change and it evaluates nothing."""
     recorded = read_acceptance(folder)
     return {} if recorded is None else {FILE: recorded.to_json()}
 
 
 def _recorded_start(folder: Path) -> dict[str, Any]:
-    """What the record of a run that is taken up says of its start."""
+    """Losses at the start, from the record of a resumed run."""
     try:
         recorded: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8")).get("start", {})
     except (OSError, ValueError):
@@ -380,12 +351,12 @@ def _recorded_start(folder: Path) -> dict[str, Any]:
 
 
 def _megabytes(drafter: Drafter) -> float:
-    """Of its checkpoint's tensors."""
+    """Size of its checkpoint's tensors."""
     return sum(tensor.nbytes for tensor in checkpoint_of(drafter).tensors.values()) / 1e6
 
 
 def _text_reader(packs: CorpusPacks, open_source: OpenSource) -> ReadText:
-    """Gives some of the text to measure starts on; the target reads it once."""
+    """Function that gives a batch of text on which to measure drafters; the target reads it once."""
 
     @functools.cache
     def read(aux_layer_ids: tuple[int, ...]) -> tuple[TrainingBatch, Features]:
@@ -394,16 +365,16 @@ def _text_reader(packs: CorpusPacks, open_source: OpenSource) -> ReadText:
             batch = planned.build()
             if isinstance(source, FetchingSource):
                 batch = source.available(batch)
-            # Of a pack that teaches nothing nothing would be read; a corpus of such packs is refused before.
+            # A pack that teaches nothing cannot be measured; a corpus of such packs was refused before.
             if len(batch.row_M):
                 return batch, source(batch)
-        raise UserError("not one pack of the data could be had from the servers; look at their logs")
+        raise UserError("no pack of the data could be fetched from the servers; look at their logs")
 
     return lambda aux_layer_ids: read(tuple(aux_layer_ids))
 
 
 def precision_of(recipe: Recipe, target: TargetParts) -> str:
-    """What drafters are computed in."""
+    """Type that drafters are computed in."""
     if recipe.train.precision != "auto":
         return recipe.train.precision
     return "bfloat16" if target.device.type == "cuda" else "float32"

@@ -1,7 +1,7 @@
-"""How long a run is, and the learning rate over it as a share of its peak.
+"""Length of a run, and the learning rate over it as a share of its peak.
 
-A run is as long as so many steps, or as so much time, or as whichever of both is over first. Time is counted in
-milliseconds, and a schedule over milliseconds is the same function as one over steps.
+A run ends after a number of steps, after a time, or at whichever comes first. Time is counted in milliseconds, so a
+schedule over time is the same function as one over steps.
 """
 
 import math
@@ -12,17 +12,17 @@ from eyas.train.recipe import ScheduleName
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """Where a run ends: at one of both, or at the first of them."""
+    """End of a run: a number of steps, a time, or whichever comes first."""
 
     steps: int | None = None
     minutes: float | None = None
-    """Of training; loading, encoding and compiling come before it."""
+    """Minutes of training; loading, encoding and compiling are not counted."""
 
     def __post_init__(self) -> None:
         assert self.steps is not None or self.minutes is not None
 
     def position(self, step: int, seconds: float) -> tuple[int, int]:
-        """Where a run stands that begins `step` and has trained for `seconds`, and of how much: by the nearer end."""
+        """Position of a run at the start of `step`, and its length, by whichever end is nearer."""
         if self.minutes is None:
             assert self.steps is not None
             return step, self.steps
@@ -33,7 +33,6 @@ class RunLength:
         return by_time
 
     def reached(self, step: int, seconds: float) -> bool:
-        """Whether a run ends that has done `step` steps in `seconds`."""
         position, end = self.position(step, seconds)
         return position >= end
 
@@ -45,7 +44,7 @@ class RunLength:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule:
-    """How the learning rate rises and falls over a run."""
+    """Learning rate over a run."""
 
     name: ScheduleName
     warmup: float
@@ -53,7 +52,7 @@ class LearningRateSchedule:
     final: float
 
     def share(self, step: int, steps: int) -> float:
-        """Share of the peak at `step` of `steps`: a linear rise over `warmup`, then a cosine, or a plateau and a fall.
+        """Share of the peak at `step` of `steps`: a linear warm-up, then a cosine decay, or `wsd`.
 
         `wsd` (warm-up, stable, decay) stays at the peak until the last `decay` of the run and falls linearly there.
         """

@@ -1,7 +1,7 @@
-"""A drafter in training: weights in float32, a working copy in the precision of the computation, and its optimizer.
+"""A drafter in training: float32 master weights, a working copy in the precision of the computation, and an optimizer.
 
-Small steps vanish in bfloat16, so the optimizer keeps float32 master weights and the working copy is rounded from them
-after each step: what is trained is then exactly what a server computes with. In float32 the two are one.
+Small steps vanish in bfloat16, so the optimizer keeps float32 master weights, and the working copy is rounded from them
+after each step: training then computes exactly what a server computes. In float32 both are the same tensors.
 
 Shapes: S depths, D drafter state, W draft vocabulary.
 """
@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from eyas.drafter.model import Drafter
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.forward_loss import forward_loss
-from eyas.train.loss import row_loss_of
-from eyas.train.noise import with_noise
+from eyas.train.loss import Scores, compare, forward_loss, row_loss_of
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import TrainSettings
-from eyas.train.reduction import GradientReduction
-from eyas.train.scoring import Scores, compare
 from eyas.train.unroll import DrafterPasses, depth_weights
 
 
@@ -38,70 +34,53 @@ class TrainState:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self._working.items()
         }
-        # What `load_state_dict` takes up later is not where the run started.
+        # A resumed run loads its weights later, and its anchor is still where it started.
         self._start = [w.detach().clone() for w in self.master_weights.values()] if settings.anchor else []
-        self._reduction: GradientReduction | None = None
         for name_of, p in self._working.items():
-            p.register_post_accumulate_grad_hook(partial(self._take_gradient, name_of))  # type: ignore[no-untyped-call]
+            if self.master_weights[name_of] is not p:
+                hook = partial(self._take_gradient, name_of)
+                p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.optimizer = torch.optim.AdamW(self._groups(), betas=settings.betas, eps=settings.eps, foreach=True)
         self._row_loss = row_loss_of(settings.loss)
         self.depth_weights = depth_weights(settings.depths, settings.gamma, settings.first_weight)
         if settings.compile:
-            # Every depth and drafter has a graph of its own; the default of 8 is for accidents.
+            # Every depth of every drafter has its own graph, which is more than the default limit of 8.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._passes = DrafterPasses.of(drafter, compiled=settings.compile)
         self._compare = torch.compile(compare) if settings.compile else compare
         self.metrics_3S = self._zero_metrics()
 
-    def backward(
-        self,
-        batch: TrainingBatch,
-        features: Features,
-        counts: Sequence[int],
-        *,
-        pack: int = 0,
-        last_among: Ranks | None = None,
-    ) -> None:
+    def backward(self, batch: TrainingBatch, features: Features, counts: Sequence[int], *, pack: int = 0) -> None:
         """Add one batch to the gradient; `counts` are the predictions of the whole step at each depth.
 
-        `pack` is its number in the run, which with the seed decides the noise on its states.
-        With the step's last batch the gradients of the processes `last_among` are summed, as soon as each is whole;
-        `wait_for_sum` says when they are.
+        `pack` is the batch's number in the run, which together with the seed determines the noise on its states.
         """
         weights = [weight / max(1, count) for weight, count in zip(self.depth_weights, counts, strict=False)]
         if self.settings.noise:
-            features = with_noise(features, self._layer_ids(features), self.settings.noise, (self.settings.seed, pack))
+            features = features.with_noise(self._layer_ids(features), self.settings.noise, (self.settings.seed, pack))
         scores = self._forward_loss(batch, features, weights)
-        if last_among is not None and last_among.world > 1:
-            self._reduction = GradientReduction(list(self.master_weights.values()), last_among)
         scores.loss.backward()  # type: ignore[no-untyped-call]
         self.metrics_3S += torch.stack([scores.loss_S, scores.hit_SM.float().sum(dim=1), scores.overlap_S])
-        if self._reduction is not None:
-            self._reduction.flush()
 
-    def wait_for_sum(self, ranks: Ranks) -> None:
-        """Until gradients and metrics are those of all processes."""
-        if self._reduction is not None:
-            self._reduction.wait()
-            self._reduction = None
-        ranks.sum_tensors([self.metrics_3S])
+    def sum_gradients(self, ranks: Ranks) -> None:
+        """Sum gradients and metrics over all processes."""
+        if ranks.world > 1:
+            ranks.sum_tensors([*self.gradients(), self.metrics_3S])
 
     @torch.no_grad()
     def _take_gradient(self, name: str, p: Tensor) -> None:
-        """A working weight's gradient is whole: the master's has it from here on."""
+        """Move the gradient of a working weight to its master weight, once it is complete."""
         master = self.master_weights[name]
-        if master is not p and p.grad is not None:
+        if p.grad is not None:
             if master.grad is None:
                 master.grad = p.grad.float()
             else:
                 master.grad += p.grad
             p.grad = None
-        if self._reduction is not None:
-            self._reduction.ready(master)
 
     @torch.no_grad()
     def forward_loss(self, batch: TrainingBatch, features: Features, *, depths: int) -> Scores:
-        """Score a batch without learning from it, to any depth."""
+        """Score a batch to any depth, without gradients."""
         return self._forward_loss(batch, features, [1.0] * depths)
 
     def _forward_loss(self, batch: TrainingBatch, features: Features, weights: Sequence[float]) -> Scores:
@@ -122,24 +101,22 @@ class TrainState:
         )
 
     def _layer_ids(self, features: Features) -> tuple[int, ...]:
-        """The layers whose states the drafter reads."""
         return self.drafter.config.aux_layer_ids or features.aux_layer_ids
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of the master weights, in a fixed order; zeros where nothing was learnt."""
+        """Gradients of the master weights, in a fixed order; zeros for weights that the batches did not touch."""
         for master in self.master_weights.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.master_weights.values() if master.grad is not None]
 
     def gradient_norm(self) -> Tensor:
-        """Length of the whole gradient."""
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.gradients())))
         return norm
 
     @torch.no_grad()
     def optimizer_step(self, norm: Tensor, scale: float) -> None:
-        """One optimizer step with the gradient clipped, at `scale` of the peak learning rate."""
+        """Clip the gradient and step the optimizer, at `scale` times the peak learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
         torch._foreach_mul_(self.gradients(), (self.settings.clip / (norm + 1e-12)).clamp(max=1.0))
@@ -151,20 +128,18 @@ class TrainState:
         self._round_working_copy()
 
     def zero_grad(self) -> None:
-        """Drop gradients and sums."""
         for master in self.master_weights.values():
             master.grad = None
         self.metrics_3S = self._zero_metrics()
 
     @torch.no_grad()
     def _round_working_copy(self) -> None:
-        """Round the working copy from the master weights."""
         for name, p in self._working.items():
             if self.master_weights[name] is not p:
                 p.copy_(self.master_weights[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Masters and moments: all that is needed to go on as if nothing had happened."""
+        """Master weights and moments: all that an exact resumption needs."""
         tensors: dict[str, Tensor] = {}
         for name, master in self.master_weights.items():
             tensors[f"master.{name}"] = master.detach()
@@ -174,20 +149,19 @@ class TrainState:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up a state."""
         for name, master in self.master_weights.items():
             master.copy_(tensors[f"master.{name}"])
             kinds = {key.partition(".")[0] for key in tensors if key.partition(".")[2] == name} - {"master"}
             if kinds:
                 self.optimizer.state[master] = {
-                    # The count of steps stays on the host, where the optimizer keeps it.
+                    # The optimizer keeps its step count on the host.
                     kind: tensors[f"{kind}.{name}"].clone() if kind == "step" else tensors[f"{kind}.{name}"].to(master)
                     for kind in kinds
                 }
         self._round_working_copy()
 
     def _groups(self) -> list[dict[str, object]]:
-        """The head starts from the target's rows and moves slower; norms are never decayed."""
+        """Parameter groups: the head starts from the target's rows and moves slower; norms are never decayed."""
         settings = self.settings
         groups = []
         for is_head in (False, True):

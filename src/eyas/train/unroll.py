@@ -1,10 +1,10 @@
 """Training-time test: the drafter run over whole documents, depth after depth, exactly as decoding runs it.
 
-Slot t at depth k holds what decoding would hold k tokens behind a verified position t: the target's state at t at
-depth 0 and the drafter's own feedback after it, beside the true token t + 1 + k, at position t + k. It predicts the
-target's distribution for token t + 2 + k. Who sees whom is attention.py's business, what counts batch.py's.
+Slot t at depth k holds what decoding would hold k tokens after a verified position t: at depth 0 the target's state at
+t, later the drafter's own feedback, beside the true token t + 1 + k, at position t + k. It predicts the target's
+distribution for token t + 2 + k. attention.py says who sees whom, batch.py which predictions count.
 
-Only slots that teach go through all of it. The others are read at depth 0, for their keys and values (slots.py).
+Only slots that teach go through all depths. The others are read at depth 0, for their keys and values (batch.py).
 
 Shapes: T slots of the pack, M that teach, P that are only read, R both, X concatenated auxiliary states, D drafter
 state, S depths.
@@ -27,7 +27,7 @@ from eyas.train.batch import TrainingBatch
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterPasses:
-    """What an unroll calls: the drafter's own methods, compiled perhaps."""
+    """Methods of a drafter that an unroll calls, compiled if asked for."""
 
     fuse: Callable[[Tensor], Tensor]
     remember: Callable[..., KeysAndValues]
@@ -35,10 +35,7 @@ class DrafterPasses:
 
     @classmethod
     def of(cls, drafter: Drafter, *, compiled: bool = False) -> "DrafterPasses":
-        """The passes of a drafter.
-
-        Packs are of one length where they are compiled, but how many of their slots teach is their own.
-        """
+        """Passes of a drafter. Compiled packs have one length, but any number of slots that teach."""
         if not compiled:
             return cls(fuse=drafter.fuse, remember=drafter.remember, step=drafter.step)
         return cls(
@@ -60,7 +57,7 @@ def unroll(
 ) -> Tensor:
     """Post-norm states of the slots that teach, at every depth [S, M, D].
 
-    `activation_checkpointing` keeps only what a depth receives and computes the rest again in the backward pass: a
+    `activation_checkpointing` keeps only the inputs of each depth and computes the rest again in the backward pass: a
     third more work for a fraction of the memory.
     """
     passes = passes or DrafterPasses.of(drafter)
@@ -74,7 +71,7 @@ def unroll(
         )
 
     def reads(slot_N: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        # Behind the end of the pack nothing counts, so any token will do.
+        # Nothing counts after the end of the pack, so any token will do.
         return batch.ids_T[(slot_N + 1 + depth).clamp(max=last)], batch.position_T[slot_N] + depth
 
     def run(
@@ -95,7 +92,7 @@ def unroll(
         context = call(remember, hidden_PD, *reads(slots.context_P, 0)) if len(hidden_PD) else None
         normed_MD, hidden_MD = run(hidden_MD, slots.taught_M, 0, context)
     else:
-        # Upper layers read of every slot what the lower ones made of it.
+        # Upper layers read the lower layers' output for every slot.
         (hidden_RD,) = _rows(hidden_TD, slots.read_R)
         outputs = run(hidden_RD, slots.read_R, 0)
         (normed_MD,), (hidden_MD,) = (_rows(output_RD, slots.order_R[:taught]) for output_RD in outputs)
@@ -107,7 +104,7 @@ def unroll(
 
 
 class _Rows(torch.autograd.Function):
-    """Some rows and some others, none of them twice: their gradients are copied back, where indexing would add."""
+    """Disjoint selections of rows. Their gradients are copied back, where indexing would add them."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
@@ -129,6 +126,6 @@ def _rows(x_ND: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
 
 
 def depth_weights(depths: int, gamma: float, first: float = 1.0) -> list[float]:
-    """gamma ** depth, the first times `first`, normalised to sum to one: the loss does not grow with the depths."""
+    """Weights gamma ** depth, the first one times `first`, that sum to one: the loss does not grow with the depths."""
     raw = [gamma**depth * (1.0 if depth else first) for depth in range(depths)]
     return [weight / sum(raw) for weight in raw]

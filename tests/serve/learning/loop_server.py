@@ -20,7 +20,7 @@ from eyas.serve.access.policy import ANY, AccessRules
 from eyas.serve.learning.answer_ring import LEAST_BYTES, AnswerRing
 from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.learning.learner import LEAST_ANSWERS, LearnerSettings
-from eyas.target.fingerprint import fingerprint
+from eyas.target.parts import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ def noisy(drafter: Drafter, amount: float) -> Drafter:
 
 @dataclass(kw_only=True)
 class LearningServer:
-    """What a test holds of a server that learns."""
+    """A learning server and its parts."""
 
     client: Any
     loop: LearningLoop
@@ -82,7 +82,7 @@ class LearningServer:
         self.plan_file.write_text(json.dumps({"target": self.fingerprint, **plan}))
 
     async def ask(self, count: int, *, key: str | None = None, **fields: Any) -> list[str]:
-        """So many answers, drafted for, and all written down."""
+        """Ask for answers with drafts, and wait until all are written."""
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         bodies = []
         for number in range(self.asked, self.asked + count):

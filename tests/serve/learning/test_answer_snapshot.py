@@ -1,4 +1,4 @@
-"""What an adaptation is given: the newest answers of the served target, as they are while others come."""
+"""Snapshots for adaptations: the newest answers of the served target, while others are written."""
 
 from __future__ import annotations
 

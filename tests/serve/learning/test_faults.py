@@ -1,4 +1,4 @@
-"""What goes wrong while a server learns: the attempt is dropped, the reason is told, and serving goes on."""
+"""Faults while a server learns: the attempt is dropped, the reason is reported, and serving continues."""
 
 from __future__ import annotations
 

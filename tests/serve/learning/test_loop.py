@@ -40,7 +40,7 @@ def random(tiny_drafter: Drafter, tmp_path: Path) -> str:
 
 
 async def probe(server: LearningServer) -> tuple[list[str], float]:
-    """What the server says to fixed questions, and how much of it was drafted right."""
+    """The server's answers to fixed questions, and how much was drafted right."""
     texts, accepted, drafts = [], 0, 0
     for number in range(6):
         body = {"prompt": f"q{number}", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
@@ -154,7 +154,7 @@ def test_a_worse_drafter_past_the_gate_is_sent_back_before_the_watch_is_over(
 def test_a_drafter_that_the_controller_gives_up_is_sent_back_at_the_last_look(
     new_server: Any, target: Target, weak: str, good: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is not drafted with leaves no drafts to count, and users without the speed that they had."""
+    """A drafter that is hardly used leaves no drafts to count, and users without their speed."""
     monkeypatch.setattr(watch, "LAST_LOOK", 256)
     with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
 

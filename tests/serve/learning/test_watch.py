@@ -109,7 +109,7 @@ def test_it_does_not_matter_how_deep_is_drafted() -> None:
 
 
 def watched(before: list[LengthEstimate], draw: Random, chance: float) -> tuple[str, int]:
-    """What a watch says of a drafter, and after how many passes."""
+    """The result of a watch over a drafter, and after how many passes."""
     watch, log = SwapWatch(before), list[RoundTally]()
     passes = 0
     while True:

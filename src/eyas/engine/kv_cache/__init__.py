@@ -1,1 +1,1 @@
-"""Keys and values in blocks, and who owns which."""
+"""KV cache blocks and their ownership."""

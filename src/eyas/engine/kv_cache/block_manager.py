@@ -1,18 +1,18 @@
-"""Who owns which block of the caches, and which blocks hold what a later request may want.
+"""Ownership of KV cache blocks, and the prefix cache.
 
-A block is room for `block_size` tokens in the target's cache and in the drafter's alike. It is used (someone refers to
-it) or free, and a free block is blank or idle: an idle one still holds a prefix that a request may take up again, until
-room is short and the least recently used go.
+A block has room for `block_size` tokens in the target's and in the drafter's cache. It is used (referenced by requests)
+or free. A free block is blank or idle: an idle block still holds a cached prefix that a request may reuse, until the
+least recently used are evicted.
 
-A block is found by its whole content: its tokens, all tokens before them, and the one token behind, because the
-drafter's last slot was computed from that token. Equal contents have one `_Prefix` object between them, which stands
-for everything before the next block; so a lookup compares real tokens, block by block, and never trusts a hash.
-Before the first block stands the request's cache salt: requests with different salts never find each other's blocks.
+A block is found by its whole content: its tokens, all tokens before them, and the next token, because the drafter's
+last slot was computed from that. Blocks with equal content share one `_Prefix` object, which stands for all tokens up
+to their end. So a lookup compares tokens block by block and never relies on hashes. The first block's predecessor is
+the request's cache salt, so requests with different salts never share blocks.
 
-A block is found by the target's part alone. The drafter's may be missing: `drafted` says how far it has read, and it is
-filled in later, for all who share the block.
+Lookups need the target's entries only. The drafter's may be missing: `drafted` counts the blocks it has read, and the
+rest is filled in later, for all requests that share the block.
 
-Invariants: free + used == blocks; the target's part of a block that can be found is never written again.
+Invariants: free + used == blocks; the target's entries of a cached block are never written again.
 """
 
 from bisect import bisect_left, insort
@@ -29,64 +29,62 @@ MOST_EVICTED_AT_ONCE = 64
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Prefix:
-    """All tokens up to the end of a full block, and one more. Lives as long as a block or a longer prefix needs it."""
+    """All tokens up to the end of a full block, and the next one. Lives as long as a block or a longer prefix."""
 
     before: "_Prefix | str | None"
-    """Of a first block, the cache salt."""
+    """The prefix up to the block's start; for a first block, the cache salt."""
     tokens: tuple[int, ...]
     successor: int
     block: int | None = None
-    """Where it can be found; other blocks may hold the same."""
+    """The block that lookups return; others may hold equal content."""
     drafted: bool = False
-    """Whether the drafter's part of that block is filled too."""
+    """Whether that block has the drafter's entries too."""
 
 
 class BlockManager:
-    """Blocks by number, each with a count of those who refer to it."""
+    """Allocates blocks with reference counts, and caches prefixes."""
 
     def __init__(self, blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
         if blocks < 1 or block_size < 1:
             raise UserError(f"{blocks} blocks of {block_size} tokens hold nothing; use 1 or more of each")
         self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
         self.lookups = 0
-        """Blocks that requests asked the prefix cache for."""
+        """Number of blocks looked up in the prefix cache."""
         self.hits = 0
-        """Blocks it had."""
+        """Number of blocks found."""
         self._references = [0] * blocks
         self._blank = _Runs(blocks)
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._content: list[_Prefix | None] = [None] * blocks
-        # The names of contents, not the contents: a prefix that no block holds any more is gone from here by itself.
+        # Weak: a prefix without any block disappears from here by itself.
         self._prefixes: WeakValueDictionary[tuple[_Prefix | str | None, tuple[int, ...], int], _Prefix] = (
             WeakValueDictionary()
         )
-        # Evicting a few blocks ahead gives runs of neighbours instead of single blocks from the tail of an old request.
+        # Evicting a few blocks ahead yields runs of adjacent blocks instead of single ones from an old request's end.
         self._evicted_at_once = max(1, min(MOST_EVICTED_AT_ONCE, blocks // 16))
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated, idle ones included."""
+        """Number of blocks that can be allocated, idle ones included."""
         return len(self._blank) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks that someone refers to."""
         return self.blocks - self.free
 
     @property
     def cached(self) -> int:
-        """Free blocks that can still be found by their content."""
+        """Number of free blocks that still hold a cached prefix."""
         return len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold so many tokens."""
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int, *, after: int | None = None, room: int = 0) -> list[int] | None:
-        """So many blocks with one reference each, or None and no change.
+        """Allocate `count` blocks with one reference each; None and no change if there are too few.
 
-        Neighbours in ascending order where possible, from the one behind block `after` on. `room` says how many blocks
-        the owner may come to want in all, these included: as much is left free behind them, if it can be.
+        Blocks are adjacent and ascending where possible, starting behind block `after`. `room` is how many blocks the
+        owner may need in total, these included; that many are left free behind them if possible.
         """
         if count > self.free:
             return None
@@ -99,7 +97,7 @@ class BlockManager:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each. Of what becomes idle, the end of a request is evicted before its beginning."""
+        """Drop one reference to each block. Of blocks that become idle, the last ones are evicted first."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released but free"
             self._references[block] -= 1
@@ -111,10 +109,10 @@ class BlockManager:
                     self._clear(block)
 
     def match(self, tokens: Sequence[int], *, total: int = 0, cache_salt: str | None = None) -> list[int] | None:
-        """The longest beginning of `tokens` cached under this salt, as blocks that the caller now refers to.
+        """Find the longest cached prefix of `tokens` under this salt and take a reference to its blocks.
 
-        Never all of the tokens, so that one is left to compute. None and no change, if the caller could not get `total`
-        blocks together with these.
+        At least one token is left to compute. None and no change if fewer than `total` blocks, these included, would be
+        available to the caller.
         """
         found: list[int] = []
         before: _Prefix | str | None = cache_salt
@@ -138,7 +136,7 @@ class BlockManager:
         return found
 
     def drafted(self, blocks: Sequence[int]) -> int:
-        """How many of a request's first blocks the drafter has read to their ends."""
+        """Number of leading blocks that the drafter has read completely."""
         for count, block in enumerate(blocks):
             prefix = self._content[block]
             if prefix is None or prefix.block != block or not prefix.drafted:
@@ -155,12 +153,10 @@ class BlockManager:
         drafted: bool,
         cache_salt: str | None = None,
     ) -> None:
-        """Let a full block be found: its content follows that of block `after` and comes before token `successor`.
+        """Enter a full block in the prefix cache, behind block `after` (None: behind the salt), before `successor`.
 
-        A first block follows the cache salt; those behind it inherit it.
-
-        Of blocks with equal content the first is found, unless a later one has the drafter's part and the first does
-        not. Registering again tells that the drafter has read the block.
+        Of blocks with equal content the first is kept, unless only a later one has the drafter's entries. Registering
+        a block again records that the drafter has read it.
         """
         if not self.prefix_cache:
             return
@@ -168,7 +164,7 @@ class BlockManager:
         assert len(tokens) == self.block_size, "only full blocks are registered"
         before = cache_salt if after is None else self._content[after]
         if before is None and after is not None:
-            return  # what came before was forgotten, so nobody could get here
+            return  # the predecessor was forgotten, so lookups could not reach this block
         key = (before, tuple(tokens), successor)
         prefix = self._prefixes.get(key)
         if prefix is None:
@@ -183,7 +179,7 @@ class BlockManager:
                 self._clear(worse)
 
     def forget(self) -> None:
-        """Let nothing be found again, not even what is used now."""
+        """Drop all cached prefixes, of used blocks too."""
         for block in range(self.blocks):
             prefix = self._content[block]
             if prefix is not None:
@@ -192,13 +188,13 @@ class BlockManager:
             self._clear(self._idle.popitem()[0])
 
     def forget_drafts(self) -> None:
-        """Let no drafter's part be found again: another drafter could not read it."""
+        """Forget which blocks have drafter entries, because the drafter has changed."""
         for prefix in self._content:
             if prefix is not None:
                 prefix.drafted = False
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool agrees with itself and with the block lists of all owners."""
+        """Raise AssertionError unless the pool is consistent with itself and with the block lists of all owners."""
         counted: Counter[int] = Counter()
         for owner in owners:
             assert len(set(owner)) == len(owner), f"an owner has a block twice: {list(owner)}"
@@ -226,7 +222,6 @@ class BlockManager:
             assert prefix.block is None or self._content[prefix.block] is prefix, f"block {prefix.block} holds another"
 
     def _clear(self, block: int) -> None:
-        """Make a block blank that nobody refers to."""
         prefix = self._content[block]
         if prefix is not None and prefix.block == block:
             prefix.block, prefix.drafted = None, False
@@ -235,12 +230,12 @@ class BlockManager:
 
 
 class _Runs:
-    """Blank blocks as runs of neighbours, each as long as can be."""
+    """Blank blocks as maximal runs of adjacent blocks."""
 
     def __init__(self, blocks: int) -> None:
-        self._last: dict[int, int] = {}  # of the run that begins with a block
-        self._first: dict[int, int] = {}  # of the run that ends with a block
-        self._by_length: list[tuple[int, int]] = []  # length and first block, shortest first
+        self._last: dict[int, int] = {}  # first block of a run: its last block
+        self._first: dict[int, int] = {}  # last block of a run: its first block
+        self._by_length: list[tuple[int, int]] = []  # (length, first block), sorted
         self._count = 0
         self._insert(0, blocks - 1)
 
@@ -248,7 +243,7 @@ class _Runs:
         return self._count
 
     def add(self, block: int) -> None:
-        """A block became blank: join it with its neighbours."""
+        """Add a blank block and join it with its neighbours."""
         first, last = self._first.get(block - 1, block), self._last.get(block + 1, block)
         if first < block:
             self._remove(first)
@@ -257,7 +252,7 @@ class _Runs:
         self._insert(first, last)
 
     def take(self, count: int, *, after: int | None, room: int) -> list[int]:
-        """So many blocks: behind `after`, then from the longest runs."""
+        """Take blocks behind `after`, then from the longest runs."""
         taken: list[int] = []
         if after is not None and after + 1 in self._last:
             length = self._last[after + 1] - after
@@ -266,12 +261,12 @@ class _Runs:
             length, first = self._by_length[-1]
             wanted = min(length, count - len(taken))
             slack = length - max(wanted, room - len(taken))
-            # With room for all that may follow, stay clear of what grows towards the run; otherwise share it evenly.
+            # If the room fits, stay away from the owner that grows towards this run; otherwise take the middle.
             taken += self._cut(first, slack if slack >= 0 else (length - wanted) // 2, wanted)
         return taken
 
     def check(self) -> set[int]:
-        """All blank blocks, once the indexes were found to agree."""
+        """Assert that the indexes agree; returns all blank blocks."""
         assert self._by_length == sorted((last - first + 1, first) for first, last in self._last.items())
         assert self._first == {last: first for first, last in self._last.items()}
         runs = sorted(self._last.items())
@@ -281,7 +276,7 @@ class _Runs:
         return blocks
 
     def _cut(self, first: int, skipped: int, count: int) -> range:
-        """Take `count` blocks out of the run that begins with `first`, leaving so many before them."""
+        """Take `count` blocks out of the run that begins with `first`, behind the first `skipped` ones."""
         last = self._remove(first)
         start, end = first + skipped, first + skipped + count
         if first < start:

@@ -1,8 +1,7 @@
-"""The device as a queue: what is put in runs in order, while the host goes on.
+"""The device as a queue of work that runs in order, while the host goes on.
 
-On CUDA that is the current stream. Everything that a round does to device memory goes through a queue, so tests can put
-one in its place that runs things as late as it may, and find whoever counts on their being done. A CPU has done what it
-is told when it is told.
+On CUDA the queue is the current stream. All work of a round on device memory goes through a queue, so tests can use one
+that runs everything as late as possible, to find code that relies on it being done. A CPU runs work at once.
 """
 
 import time
@@ -17,23 +16,23 @@ from eyas.kernels.attention.choose import has_triton
 
 
 class Mark(Protocol):
-    """A place in the queue."""
+    """A position in the queue."""
 
     def wait(self) -> None:
-        """Until the device has come to it."""
+        """Wait until the device has reached it."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Of the device, from an earlier mark; both were waited for."""
+        """Device time since an earlier mark; both must have been waited for."""
 
 
 class DeviceQueue(Protocol):
     """Runs functions on the device, in order."""
 
     def run(self, function: Callable[[], object]) -> None:
-        """Put a function in; it may run later than this returns."""
+        """Queue a function; it may run after this returns."""
 
     def mark(self) -> Mark:
-        """The place behind all that was put in so far."""
+        """A mark behind everything queued so far."""
 
 
 class _EventMark:
@@ -50,25 +49,22 @@ class _EventMark:
 
 
 class ImmediateQueue:
-    """The processor itself: a function has run when `run` returns."""
+    """Runs each function at once, on the host."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call it."""
         function()
 
     def mark(self) -> Mark:
-        """The present time."""
         return _TimeMark(self._clock())
 
 
 class CUDAStreamQueue(ImmediateQueue):
-    """The current CUDA stream: what is called launches operations, which run later by themselves."""
+    """The current CUDA stream: functions are called at once and launch asynchronous operations."""
 
     def mark(self) -> Mark:
-        """An event."""
         return _EventMark()
 
 
@@ -77,7 +73,7 @@ class _TimeMark:
         self._at = at
 
     def wait(self) -> None:
-        """Return at once: all before it is done."""
+        """Return at once: all earlier work is done."""
 
     def seconds_since(self, earlier: "_TimeMark") -> float:
         return self._at - earlier._at
@@ -85,24 +81,24 @@ class _TimeMark:
 
 @dataclass(kw_only=True)
 class RoundDevice:
-    """How passes come to a device: captured as CUDA graphs or run as they are, in flight or waited for."""
+    """How rounds use a device: with or without CUDA graphs, asynchronously or not."""
 
     capture: GraphCapture
     queue: DeviceQueue
     synchronous: bool = False
-    """Every step lands before the next is launched."""
+    """Whether each step lands before the next is launched."""
     chance: float | None = None
-    """A coin that accepts drafts instead of the law: to measure at an acceptance of one's choice."""
+    """Probability of accepting any draft, for measurements at a given acceptance; None: by equality."""
 
-    def anew(self) -> "RoundDevice":
-        """The device with nothing captured."""
-        return replace(self, capture=self.capture.anew())
+    def without_graphs(self) -> "RoundDevice":
+        """A copy without captured graphs."""
+        return replace(self, capture=self.capture.without_graphs())
 
     @classmethod
     def of(
         cls, device: torch.device, *, graphs: bool, overlap: bool, clock: Callable[[], float] = time.perf_counter
     ) -> "RoundDevice":
-        """A GPU works while the host plans ahead, if told to; a CPU is the host."""
+        """Make one from options; a CPU is always synchronous."""
         on_gpu = device.type == "cuda"
         return cls(
             capture=GraphCapture(device=device, enabled=graphs and on_gpu and has_triton()),

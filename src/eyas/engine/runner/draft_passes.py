@@ -1,4 +1,4 @@
-"""What rounds ask of a drafter: here by its own module, in `fused_drafter.py` and `triton_drafter.py` by fused passes.
+"""The drafter's operations in rounds: here by its own module, overridden by fused code in other files.
 
 Shapes: N tokens, M of them, S rows of auxiliary states, X concatenated auxiliary states, D drafter hidden, R rows.
 """
@@ -19,64 +19,61 @@ from eyas.kernels.llama.eagle import ChainsOutput
 
 
 class DraftPasses:
-    """A drafter by its own code; a fused pass overrides what it computes otherwise."""
+    """Runs a drafter by its own module. `fused_drafter.py` and `triton_drafter.py` override parts of it."""
 
     def __init__(self, model: Drafter) -> None:
         self.model = model
 
     def fuse(self, aux_NX: Tensor) -> Tensor:
-        """The target's auxiliary states as the depth-0 state."""
+        """Fuse the target's auxiliary states into depth-0 states."""
         return self.model.fuse(aux_NX)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
-        """One depth."""
         return self.model.step(hidden, token_ids, positions, attend)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
-        """What a depth leaves for later tokens to see, where there is one layer."""
+        """Compute the keys and values that a depth leaves in the cache, for a drafter of one layer."""
         return self.model.remember(hidden, token_ids, positions)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Scores over the draft vocabulary."""
         return self.model.logits(normed)
 
     def fuse_rows(self, aux_SX: Tensor, row_N: Tensor) -> Tensor:
-        """The depth-0 states of some rows of auxiliary states, which may be of another type."""
+        """`fuse` of some rows of auxiliary states, which may have another dtype."""
         return self.fuse(aux_SX.index_select(0, row_N).to(self.model.fc.weight.dtype))
 
     def step_for(
         self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor
     ) -> DepthOutput:
-        """One depth of all tokens, for the outcome of some: what nobody asks for need not be computed."""
+        """Run one depth over all tokens and return the output of the tokens `keep_M` only."""
         output = self.step(hidden_ND, token_N, position_N, attend)
         normed_MD, feedback_MD = (x_ND.index_select(0, keep_M) for x_ND in (output.normed, output.feedback))
         return DepthOutput(normed=normed_MD, feedback=feedback_MD)
 
     def read(self, aux_NX: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
-        """`fuse` and `step` at once."""
         return self.step(self.fuse(aux_NX), token_ids, positions, attend)
 
     def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
-        """Put keys and values in their slots."""
+        """Write the keys and values of `remember` to the cache."""
         cache.write(0, layout.slot_mapping_N, *self.remember(hidden_ND, token_N, layout.position_N))
 
     def chains(
         self, normed_RD: Tensor, feedback_RD: Tensor, attend: PagedAttention, depths: int
     ) -> ChainsOutput | None:
-        """`depths` drafts of each row at once, each the likeliest token; None where depths are computed one by one.
+        """Greedily draft `depths` tokens per row in one call; None if this drafter must go depth by depth.
 
-        `attend` is of the slots in which the first of them are read; there are blocks for all.
+        `attend` covers the slots of the first depth; the blocks of all depths are allocated.
         """
         return None
 
 
 class NotEagleError(Exception):
-    """A drafter has no fused pass; says why."""
+    """The drafter has no fused pass; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EagleParts:
-    """What a drafter of one plain layer multiplies by: linears that read the same are one product."""
+    """Weights of a drafter with one plain layer; linears with the same input are joined."""
 
     layer: FirstLayer
     fc: Product
@@ -86,12 +83,12 @@ class EagleParts:
     gate_up: Product
     down: Product
     qk_norm: FusedNorm | None
-    """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
+    """Weights [B, K] of the norms of all query heads, then of all key heads, if there are any."""
     sizes: LlamaSizes
 
     @classmethod
     def of(cls, drafter: Drafter) -> "EagleParts":
-        """`NotEagleError` where it is another kind of drafter."""
+        """Collect the parts; `NotEagleError` for other kinds of drafters."""
         config, layer, qk_norm = drafter.config, drafter.layers[0], None
         if len(drafter.layers) > 1:
             raise NotEagleError(f"it has {len(drafter.layers)} layers")
@@ -121,7 +118,7 @@ class EagleParts:
 
 
 def _product_of(*linears: nn.Module) -> Product:
-    """One product for linears that read the same."""
+    """Join linears with the same input."""
     product = join(linears)
     if product is None:
         raise NotEagleError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")

@@ -1,10 +1,9 @@
-"""The drafter over the requests' blocks, as the passes of rounds run it (`round_passes.py`).
+"""Runs the drafter over the requests' blocks, for the passes of `round_passes.py`.
 
-It reads the target's states in the order of tokens: slot i of its cache is made of the state at i and of token i + 1.
-Of what is read, later tokens see keys and values alone, so with one layer nothing else needs to be computed but for the
-token behind which it drafts. Drafted slots lie behind the read ones and are overwritten by the next read: rejected
-drafts are never seen.
-
+The drafter reads the target's states in token order: slot i of its cache comes from the state at i and token i + 1.
+Later tokens see only keys and values of what was read, so a one-layer drafter computes nothing else except at the token
+from which it drafts. Slots of drafted tokens come behind the read ones and are overwritten by the next read, so
+rejected drafts are never seen.
 Shapes: N tokens of a pass, D drafter hidden, W draft vocabulary.
 """
 
@@ -20,24 +19,24 @@ from eyas.kernels.attention.metadata import AttentionMetadata
 
 
 class DrafterRunner:
-    """A drafter for many requests."""
+    """A drafter with its KV cache."""
 
     def __init__(self, drafter: Drafter, cache: KVCache, *, window: int | None = None, sinks: int = 0) -> None:
         self.model, self.cache = drafter, cache
         self.run = fused_drafter(drafter)
-        """What computes it."""
+        """The code that computes it."""
         self.remembers = len(drafter.layers) == 1
-        """Whether later tokens see nothing of a token but keys and values that need no attention."""
+        """Whether reading a token needs only keys and values, computed without attention."""
         self.window, self.sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
         self.dtype = drafter.fc.weight.dtype
 
     def take_weights(self, drafter: Drafter, target: HasLayers) -> None:
-        """Draft with the weights of another drafter, which are copied over these: nothing moves, so whatever was
-        captured or compiled goes on. Nothing may be in flight.
+        """Copy another drafter's weights over this one's, in place, so that captured graphs stay valid. Nothing may be
+        in flight.
 
-        The other one is made ready and tried as this one was, and stays as it is. `UnlikeError`: the two differ in more
-        than weights. Whatever is raised, nothing has changed.
+        The other drafter goes through the same checks and trials and stays unchanged. Raises `UnlikeError` if more than
+        weights differ. If anything is raised, nothing has changed.
         """
         require_alike(self.model, drafter, target)
         paired(self.model, drafter)  # compiled code would read beyond a weight that is too short
@@ -47,26 +46,26 @@ class DrafterRunner:
         self.model.recorded_acceptance = drafter.recorded_acceptance
 
     def fuse(self, state: RoundState, place_N: Tensor) -> Tensor:
-        """The depth-0 states of some places of the ring."""
+        """Fuse the auxiliary states at some places of the ring into depth-0 states."""
         assert state.states_NX is not None
         return self.run.fuse_rows(state.states_NX, place_N)
 
     def step(
         self, hidden_ND: Tensor, token_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None = None
     ) -> DepthOutput:
-        """One depth of all tokens, for the outcome of some, or of all."""
+        """Run one depth over all tokens; returns the output of all, or of the tokens `keep_M`."""
         attend = self.attend(layout)
         if keep_M is None:
             return self.run.step(hidden_ND, token_N, layout.position_N, attend)
         return self.run.step_for(hidden_ND, token_N, layout.position_N, attend, keep_M)
 
     def read(self, hidden_ND: Tensor, token_N: Tensor, layout: AttentionMetadata) -> None:
-        """Let later tokens see these: a slot takes a state and the token behind it."""
+        """Add tokens to the drafter's cache; each slot takes a state and the token that follows it."""
         if self.remembers:
             self.run.remember_in(self.cache, layout, hidden_ND, token_N)
         else:
             self.step(hidden_ND, token_N, layout)
 
     def attend(self, layout: AttentionMetadata) -> PagedAttention:
-        """Attention over the drafter's blocks in one pass."""
+        """Attention over the drafter's blocks, for one pass."""
         return PagedAttention(self.cache, layout, window=self.window, sinks=self.sinks)

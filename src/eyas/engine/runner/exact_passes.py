@@ -1,7 +1,7 @@
-"""The passes of `round_passes.py` on a CPU, where a number costs nothing to read: live rows and tokens, nothing else.
+"""The passes of `round_passes.py` on a CPU, where reading a number is free: only live rows and tokens are computed.
 
-They take what those take, so that `round_graphs.py` may choose; `reads` and `blocks`, which shapes are made of, are
-not looked at. Logits are left packed, those of live tokens row behind row (`kernels/exact_rounds.py`).
+Signatures are those of `RoundPasses`, so that `round_graphs.py` can use either; `reads` and `blocks` are ignored.
+Logits are packed: live tokens only, row after row (`kernels/exact_rounds.py`).
 
 Shapes: R rows, Q tokens of a row, K drafts, N tokens of a pass, M logits, D drafter hidden, V vocabulary.
 """
@@ -26,18 +26,17 @@ from eyas.kernels.exact_rounds import ExactLayout, spread
 from eyas.kernels.round_outcome import settle
 
 DraftMask = Callable[[int, Sequence[int]], Tensor | None]
-"""Which tokens may follow a row of a round and its drafts so far [V]; None: any."""
-HINDRANCE = 1e4
-"""What a forbidden draft loses: it is chosen where all are forbidden, and refused like any other."""
+"""Returns the mask [V] of tokens that may follow a row's tokens and these drafts; None: any."""
+FORBIDDEN_PENALTY = 1e4
+"""Penalty on the logits of forbidden drafts. If all are forbidden, one is chosen, and rejected at verification."""
 MANY = 32
-"""Tokens whose queries and outputs, which nobody needs, take longer than a pass of its own for the last one."""
+"""Number of unneeded queries and outputs from which a separate pass for the last tokens is faster."""
 
 
 class ExactPasses(RoundPasses):
-    """Passes as large as what is live in them."""
+    """Passes without padding."""
 
     def catch_up(self, *, rows: int, blocks: int) -> Tensor:
-        """Let the drafter read all that waits for rows but the last state."""
         drafter = self.own_drafter
         layout = self.state.arrays.lay_out_draft(drafter.cache.block_size, rows=rows, depth=0, kept=1)
         if layout.row_R:
@@ -47,7 +46,7 @@ class ExactPasses(RoundPasses):
     def draft(
         self, *, rows: int, reads: int, depth: int, blocks: int, needs: Needs, mask: DraftMask | None = None
     ) -> Tensor:
-        """Read the states that wait and draft up to `depth` tokens behind them."""
+        """Let the drafter read waiting states, then draft up to `depth` tokens per row."""
         state, drafter, arrays = self.state, self.own_drafter, self.state.arrays
         size, drafts_RK = drafter.cache.block_size, state.drafts_RK[:rows, :depth]
         layout = arrays.lay_out_draft(size, rows=rows, depth=depth)
@@ -79,7 +78,7 @@ class ExactPasses(RoundPasses):
         return drafts_RK
 
     def _read_waiting(self, drafter: DrafterRunner, layout: ExactLayout, going: Sequence[int]) -> DepthOutput:
-        """Let the drafter read; what the first drafts of these rows come of."""
+        """Let the drafter read waiting states; returns the outputs from which the rows in `going` draft."""
         tokens, place_N = layout.tokens, layout.place_N
         last = [start - 1 for start in tokens.starts[1:]]
         keep = [last[place] for place in going]
@@ -108,19 +107,19 @@ class ExactPasses(RoundPasses):
         at: int,
         mask: DraftMask | None,
     ) -> None:
-        """Choose draft number `at` of these rows."""
+        """Choose the draft at index `at` of these rows."""
         state, logits_RW, arrays = self.state, drafter.run.logits(normed_RD), self.state.arrays
         for place, row in enumerate(row_R if mask is not None else ()):
             assert mask is not None
             allowed_V = mask(row, arrays.drafts_RK[row, :at].tolist())
             if allowed_V is not None:
-                logits_RW[place] -= HINDRANCE * ~allowed_V[drafter.token_W]
+                logits_RW[place] -= FORBIDDEN_PENALTY * ~allowed_V[drafter.token_W]
         compiled = None if needs.sampled else elementwise_for(logits_RW)
         if compiled is not None:
             index_R, sure_R = compiled.most_likely_and_chance(logits_RW.contiguous())
         else:
             slot_R = state.row_slot[list(row_R)]
-            # The newest token stands at position length: the target has not read it, so it has no slot yet.
+            # Position `length` is the newest token's, which the target has not read yet.
             index_R = self.sampling.draw(logits_RW, slot_R, state.length_S[slot_R] + 1 + at, drafter.token_W, needs)
             logits_RW = logits_RW.float()
             sure_R = (logits_RW.gather(-1, index_R[:, None])[:, 0] - logits_RW.logsumexp(dim=-1)).exp()
@@ -128,25 +127,22 @@ class ExactPasses(RoundPasses):
         arrays.sure_RK[row_R, at] = sure_R.numpy()
 
     def place(self, *, rows: int, depth: int, own_depth: int) -> Tensor:
-        """Drafts of the host's offers where they stand; elsewhere the drafter's, which are so deep."""
         self.state.arrays.place_offers(rows=rows, depth=depth, own_depth=own_depth)
         return self.state.depth_R[:rows]
 
     def verify(self, *, rows: int, depth: int, blocks: int, followed: bool = True) -> Tensor:
-        """The target over the newest token and the drafts."""
         layout = self.state.arrays.lay_out_verify(self.model.cache.block_size, rows=rows, depth=depth)
         if layout.row_R:
             self.keep_states(layout.place_N, self.run_target(layout.ids_N, layout.tokens, states=followed))
         return layout.ids_N
 
     def sample(self, *, rows: int, depth: int, needs: Needs, mask_NV: Tensor | None = None) -> Tensor:
-        """What came of the round of each row, in one line of numbers (`RoundLine` says which)."""
         state, arrays, logits_NV, tokens = self.state, self.state.arrays, self.logits_SV, rows * (1 + depth)
         live = arrays.live_tokens(rows, depth)
         packed = live < tokens and needs.greedy and mask_NV is None and needs.logprobs == NO_LOGPROBS
         if packed or live == tokens:
             logits_NV = logits_NV[:live]
-        else:  # those of every token of every row, by where they lie among those packed; nobody's are the first
+        else:  # unpack to [rows * (1 + depth)]; dead tokens get the first logits
             place_RQ = spread(np.arange(live), arrays.live(rows, depth), 1 + depth)
             logits_NV = logits_NV[torch.from_numpy(place_RQ.flatten())]
         slot_R = state.row_slot[:rows]
@@ -168,7 +164,7 @@ class ExactPasses(RoundPasses):
     def read(
         self, numbers: Numbers, *, rows: int, blocks: int, followed: bool, asked: PromptTokens | None = None
     ) -> Tensor:
-        """The target over chunks of prompts, and the drafter with it where it follows a row."""
+        """Run the target over prompt chunks, and the drafter for rows that it follows."""
         state, arrays, cache = self.state, self.state.arrays, self.model.cache
         starts, bases = numbers["start"].tolist(), numbers["base"].tolist()
         slots, samples = arrays.row_slot[:rows].tolist(), arrays.row_samples[:rows].tolist()
@@ -189,7 +185,7 @@ class ExactPasses(RoundPasses):
         aux_NX = self.read_prompts(numbers, layout, last_R, states=followed, asked=asked)
         if followed and aux_NX is not None:
             drafter = self.own_drafter
-            # What comes of a prompt's last token is read when its next token is known.
+            # The drafter reads a prompt's last position later, when the next token is known.
             reads = [count - sampled for count, sampled in zip(counts, samples, strict=True)]
             row_R = [row for row, slot in enumerate(slots) if arrays.follows_S[slot] and reads[row] > 0]
             if row_R:

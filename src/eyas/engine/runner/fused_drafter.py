@@ -1,24 +1,22 @@
-"""The drafter's pass in as few operations as it takes; `drafter/model.py` says what is computed.
+"""The drafter's pass in few operations; `drafter/model.py` defines what is computed.
 
-A drafter's layer is so small that torch's operations around its products take longer than the products. So linears that
-read the same input are one product. On a CPU, norms, rotation and gates are compiled steps here (`elementwise.py`), and
-where the products and the attention are compiled too a whole depth is one call (`eagle.py`). On a GPU they are kernels
+A drafter's layer is so small that torch's operations between the products take longer than the products. So linears
+with the same input are joined. On a CPU, norms, rotation and gates are compiled (`elementwise.py`), and if products and
+attention are compiled too, a whole depth is one call (`eagle.py`). On a GPU they are Triton kernels
 (`triton_drafter.py`).
 
-Invariant: a fused drafter that was handed out computes what its model computes, up to the order of sums. That rests
-on a trial, as it does for targets (`kernels/llama/trial.py`); where anything is unlike what is expected, the model
-itself runs.
+Invariant: a fused drafter computes the same as its model, up to the order of sums. A trial at load ensures it, as for
+targets (`kernels/llama/trial.py`); if the trial fails, the model itself runs.
 
-Shapes: N tokens, M of them whose outcome is asked for, S states that are kept, D drafter hidden, X concatenated
-auxiliary states, A auxiliary states, W draft vocabulary, I intermediate size, B = H + G query and key heads, K head
-dim, E outputs of a product.
+Shapes: N tokens, M of them whose output is requested, S stored states, D drafter hidden, X concatenated auxiliary
+states, A auxiliary states, W draft vocabulary, I intermediate size, B = H + G query and key heads, K head dim, E
+outputs of a product.
 """
 
 import logging
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
@@ -28,8 +26,8 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
-from eyas.kernels.linear.packed_linear import PackedLinear
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from eyas.kernels.linear.embedding_table import look_up, table_of
+from eyas.kernels.linear.served_linear import CompiledLinear
 from eyas.kernels.llama.block import packed_products
 from eyas.kernels.llama.cpu import Parts, load_layers
 from eyas.kernels.llama.eagle import ChainsOutput, DraftHead, DraftLayer, StateFusion, Surroundings
@@ -38,48 +36,48 @@ from eyas.kernels.llama.rotary_table import RotaryTable
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
-"""How far results may lie from the model's own, relative to their length; sums in another order lie nearer."""
+"""Largest deviation from the model's own results, relative to their norm; other orders of sums stay below."""
 QUANTISED_TOLERANCE = 2e-2
-"""The same where products quantise what they read: the last bit may decide between two of 255 values."""
+"""Tolerance for products that quantise their input, where rounding may flip the last bit."""
 
 
 def fused_drafter(drafter: Drafter) -> DraftPasses:
-    """The fused pass of a drafter where it has one and the trial bears it out, else its own code."""
+    """Return the fused pass of a drafter if there is one and its trial succeeds, otherwise its own code."""
     if drafter.fc.weight.is_cuda:
         return _by_kernels(drafter)
     elementwise, own = elementwise_for(drafter.norm_weight), DraftPasses(drafter)
     if elementwise is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
         return own
-    packed = isinstance(drafter.embed_tokens, QuantisedEmbedding)
-    if not packed and elementwise_for(drafter.embed_tokens.weight) is None:
-        return own  # they may be the target's, which compiled code would misread
+    table_VD = table_of(drafter.embed_tokens)
+    if isinstance(table_VD, Tensor) and elementwise_for(table_VD) is None:
+        return own  # the embeddings may be the target's, in a layout that compiled code would misread
     try:
         fused = _FusedDrafter(drafter, elementwise)
     except NotEagleError as reason:
         logger.info(f"the drafter runs by its own code: {reason}")
         return own
     is_right = _is_right(fused, own)
-    fused.turns.forget()  # the trial went to the end of the context; requests may never
+    fused.turns.forget()  # drop rotary entries up to the end of the context, which requests may never reach
     return fused if is_right else own
 
 
 def _by_kernels(drafter: Drafter) -> DraftPasses:
-    """On a GPU; why there is no fused pass is logged."""
+    """Return the fused pass on a GPU, or the drafter's own code, with the reason logged."""
     if not has_triton():
         return DraftPasses(drafter)
-    from eyas.engine.runner.triton_drafter import TritonDrafter, require_same  # torch for CPUs comes without triton
+    from eyas.engine.runner.triton_drafter import TritonDrafter, require_same  # torch for CPUs has no triton
 
     try:
         fused = TritonDrafter(drafter)
         require_same(fused, drafter)
-    except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+    except Exception as reason:  # serve without the kernels, whatever failed
         logger.info(f"the drafter runs by its own code: {reason}")
         return DraftPasses(drafter)
     few = fused.with_few_rows()
     if few is None:
         return fused
     try:
-        # A trial of its own: a trial has few tokens, so it would not see kernels that only passes of more tokens use.
+        # A separate trial: trials have few tokens, so theirs would not reach kernels for longer passes.
         require_same(few, drafter)
     except Exception as reason:
         logger.info(f"the drafter runs without kernels of its own for few tokens: {reason}")
@@ -88,7 +86,7 @@ def _by_kernels(drafter: Drafter) -> DraftPasses:
 
 
 class _FusedDrafter(DraftPasses):
-    """One layer behind fused states, over the weights of a loaded drafter."""
+    """A drafter with one layer, over the weights of a loaded drafter."""
 
     def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
         config, self._parts = drafter.config, EagleParts.of(drafter)
@@ -96,14 +94,13 @@ class _FusedDrafter(DraftPasses):
         self._config, self.elementwise = config, elementwise
         self.token_W = drafter.vocab().target_ids_W
         assert drafter.embed_tokens is not None
-        embedding = drafter.embed_tokens
-        self._embedding_VD = embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
+        self._embedding_VD = table_of(drafter.embed_tokens)
         self.turns = RotaryTable(drafter.rope)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
 
     def _compiled(self) -> DraftLayer | None:
-        """The layer as one call; None where a step of it is not compiled."""
+        """Compile the layer into one call; None if a part of it has no compiled code."""
         compiled, config, own = load_layers(), self._config, self._parts
         layer, products = own.layer, packed_products(own.qkv, own.output, own.gate_up, own.down)
         if compiled is None or products is None:
@@ -126,9 +123,9 @@ class _FusedDrafter(DraftPasses):
         return DraftLayer(parts, around, self._fusion(), self._head(), own.sizes, compiled)
 
     def _fusion(self) -> StateFusion | None:
-        """What the first depth reads; None where its product is not compiled."""
+        """Fusion of auxiliary states for the compiled layer; None if its product has no compiled code."""
         model = self.model
-        if not isinstance(model.fc, PackedLinear | QuantisedLinear):
+        if not isinstance(model.fc, CompiledLinear):
             return None
         norms = None if model.fc_norm is None else [norm for norm in model.fc_norm if isinstance(norm, RMSNorm)]
         assert norms is None or len(norms) == self._config.num_aux_hidden_states
@@ -137,9 +134,9 @@ class _FusedDrafter(DraftPasses):
         )
 
     def _head(self) -> DraftHead | None:
-        """What chooses drafts; None where its product is not compiled."""
+        """Draft head for the compiled layer; None if its product has no compiled code."""
         model, config = self.model, self._config
-        if not isinstance(model.lm_head, PackedLinear | QuantisedLinear):
+        if not isinstance(model.lm_head, CompiledLinear):
             return None
         return DraftHead(
             linear=model.lm_head,
@@ -149,7 +146,7 @@ class _FusedDrafter(DraftPasses):
         )
 
     def fuse(self, aux_NX: Tensor) -> Tensor:
-        """Norm each auxiliary state where the drafter does, and combine them."""
+        """Norm the auxiliary states, if the drafter does, and combine them."""
         model = self.model
         if model.input_norm is not None:
             aux_NX = self._norm(model.input_norm, aux_NX)
@@ -162,14 +159,13 @@ class _FusedDrafter(DraftPasses):
         return self._parts.fc(aux_NX, None)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
-        """One depth."""
-        made = None
+        output = None
         if self._in_one_call is not None and isinstance(attend, PagedAttention):
-            made = self._in_one_call.run_depth(hidden.contiguous(), token_ids, positions, *self._asked(attend))
-        return self._output_of(made or self._run(hidden, token_ids, positions, attend))
+            output = self._in_one_call.run_depth(hidden.contiguous(), token_ids, positions, *self._asked(attend))
+        return self._output_of(output or self._run(hidden, token_ids, positions, attend))
 
     def _run(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The state behind the layer, and the same normed, step by step."""
+        """Run a depth operation by operation; returns the output state, raw and normed."""
         config, layer, tokens = self._config, self._parts.layer, len(hidden)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         both_NE, normed_ND = self._input(hidden, token_ids)
@@ -186,16 +182,16 @@ class _FusedDrafter(DraftPasses):
         return x_ND, self._norm(self.model.norm, x_ND)
 
     def read(self, aux_NX: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
-        """`fuse` and `step` at once."""
-        made = None
+        """Run `fuse` and `step`, in one call if compiled."""
+        output = None
         if self._in_one_call is not None:
-            made = self._in_one_call.run_read(aux_NX.contiguous(), token_ids, positions, *self._asked(attend))
-        return super().read(aux_NX, token_ids, positions, attend) if made is None else self._output_of(made)
+            output = self._in_one_call.run_read(aux_NX.contiguous(), token_ids, positions, *self._asked(attend))
+        return super().read(aux_NX, token_ids, positions, attend) if output is None else self._output_of(output)
 
     def chains(
         self, normed_RD: Tensor, feedback_RD: Tensor, attend: PagedAttention, depths: int
     ) -> ChainsOutput | None:
-        """`depths` drafts of each row at once, if all steps are compiled."""
+        """Draft `depths` tokens per row in one call, if compiled."""
         if self._in_one_call is None:
             return None
         positions = attend.metadata.position_N
@@ -204,13 +200,12 @@ class _FusedDrafter(DraftPasses):
     def _asked(self, attend: PagedAttention) -> tuple[AttentionBackend, KeysAndValues, int | None]:
         return attend.backend, attend.cache.memory(0, self._like_NGK, self._like_NGK), attend.window
 
-    def _output_of(self, made: tuple[Tensor, Tensor]) -> DepthOutput:
-        """A depth by its state and that state normed."""
-        state_ND, normed_ND = made
+    def _output_of(self, output: tuple[Tensor, Tensor]) -> DepthOutput:
+        """Make a depth's output from its state, raw and normed."""
+        state_ND, normed_ND = output
         return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
-        """Keys and values alone."""
         config, tokens = self._config, len(hidden)
         keys = config.num_key_value_heads
         kv = self._parts.kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
@@ -221,14 +216,10 @@ class _FusedDrafter(DraftPasses):
         return turned, kv[:, keys:]
 
     def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The normed embedding and, beside it, the normed state; and the latter alone, in the same memory."""
+        """Concatenate normed embedding and normed state; also returns the latter as a view."""
         tokens, size = hidden_ND.shape
         both_NE = hidden_ND.new_empty(tokens, 2 * size)
-        table_VD = self._embedding_VD
-        if isinstance(table_VD, QuantisedEmbedding):
-            embedded_ND = table_VD.rows(token_N)
-        else:
-            embedded_ND = functional.embedding(token_N, table_VD)
+        embedded_ND = look_up(self._embedding_VD, token_N)
         self._norm(self._parts.layer.input_layernorm, embedded_ND, both_NE[:, :size])
         return both_NE, self._norm(self._parts.layer.hidden_norm, hidden_ND, both_NE[:, size:])
 
@@ -239,7 +230,7 @@ class _FusedDrafter(DraftPasses):
 
 @torch.inference_mode()
 def _is_right(fused: _FusedDrafter, own: DraftPasses) -> bool:
-    """Try it: fuse some states, run a depth behind them and one behind that, far into the context, over blocks."""
+    """Compare with the model: fuse states, run two depths, over blocks and at the end of the context."""
     config, count = own.model.config, 3
     generator = torch.Generator().manual_seed(0)
     aux_NX = torch.randn(count, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
@@ -255,19 +246,19 @@ def _is_right(fused: _FusedDrafter, own: DraftPasses) -> bool:
         first = one.step(hidden_ND, token_N, position_N, attends[0])
         second = one.step(first.feedback, token_N.flip(0), position_N + 1, attends[1])
         keys, values = (x.flatten(1) for x in one.remember(hidden_ND, token_N, position_N))
-        if isinstance(one, _FusedDrafter):  # the same once more, at once: with the same outcome
+        if isinstance(one, _FusedDrafter):  # the single call must give equal results
             again = one.read(aux_NX, token_N, position_N, attends[0])
             if not (torch.equal(again.normed, first.normed) and torch.equal(again.feedback, first.feedback)):
                 return False
         results.append((hidden_ND, first.normed, first.feedback, second.normed, second.feedback, keys, values))
-    if not _chains_alike(fused, hidden_ND[:1], passes[0].block_size):
+    if not _chains_agree(fused, hidden_ND[:1], passes[0].block_size):
         return False
-    tolerance = QUANTISED_TOLERANCE if isinstance(own.model.fc, QuantisedLinear) else TOLERANCE
+    tolerance = QUANTISED_TOLERANCE if getattr(own.model.fc, "rounds_inputs", False) else TOLERANCE
     return all(_near(ours, theirs, tolerance) for ours, theirs in zip(*results, strict=True))
 
 
-def _chains_alike(fused: _FusedDrafter, state_1D: Tensor, block_size: int) -> bool:
-    """Whether a chain at once, if there is one, drafts what its depths draft one by one, to the last bit."""
+def _chains_agree(fused: _FusedDrafter, state_1D: Tensor, block_size: int) -> bool:
+    """Whether a chain drafted in one call, if supported, equals depth-by-depth drafting bit for bit."""
     cache, depths = KVCache(blocks=2, block_size=block_size), 3
     layouts = [
         AttentionMetadata.of(

@@ -1,4 +1,4 @@
-"""The fused pass of a target where it has one (`kernels/llama/`), tried against the model's own code before it is used.
+"""Fused passes of targets (`kernels/llama/`), each tried against the model's own code before it is used.
 
 Shapes: N tokens of a pass, M logits asked for.
 """
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 def fused_target(target: Target) -> FusedLlama | None:
-    """The fused pass of a target; None where the model's own code must run, and why is logged."""
+    """Return the fused pass of a target, or None, with the reason logged, if the model's own code must run."""
     try:
         fused = recognised(target)
         if target.device.type == "cuda" and has_triton():
-            from eyas.kernels.llama.triton import TritonLlama  # torch for CPUs comes without triton
+            from eyas.kernels.llama.triton import TritonLlama  # torch for CPUs has no triton
 
             by_kernels = TritonLlama(**{part.name: getattr(fused, part.name) for part in fields(fused)})
             if _holds(by_kernels, target, "between its products"):
                 few = by_kernels.with_few_rows()
-                # A trial of its own: a trial has few tokens, so it would not see kernels that only longer passes use.
+                # A separate trial: trials have few tokens, so theirs would not reach kernels for longer passes.
                 return few if few is not None and _holds(few, target, "for few tokens") else by_kernels
         if target.device.type == "cuda" and any(isinstance(block.mlp, Experts) for block in fused.blocks):
-            raise NotLlamaError("its experts need kernels of ours on a GPU")  # by torch they wait for the device
+            raise NotLlamaError("its experts need our kernels on a GPU")  # torch's code waits for the device
         require_same(fused, target)
     except (NotLlamaError, UserError) as reason:
         logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")
@@ -52,11 +52,11 @@ def fused_target(target: Target) -> FusedLlama | None:
 
 
 def _holds(by_kernels: FusedLlama, target: Target, what: str) -> bool:
-    """Whether a pass by kernels computes what the target computes; why it does not is logged."""
+    """Whether a pass with our kernels agrees with the target; the reason is logged if not."""
     try:
         require_same(by_kernels, target)
-    except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
-        # Quantised weights gain nothing without them.
+    except Exception as reason:  # serve without the kernels, whatever failed
+        # Warn for quantised weights, which are no faster without the kernels.
         level = logging.WARNING if by_kernels.phased else logging.INFO
         logger.log(level, f"{target.facts.source} runs without kernels of its own {what}: {reason}")
         return False
@@ -64,12 +64,12 @@ def _holds(by_kernels: FusedLlama, target: Target, what: str) -> bool:
 
 
 def recognised(target: Target) -> FusedLlama:
-    """The fused pass of a target, not yet tried; `NotLlamaError` where its parts are others."""
+    """Build the fused pass of a target, untried; `NotLlamaError` if its parts do not match."""
     return recognise(target.model, TargetRunner(target, KVCache(blocks=1, block_size=trial.BLOCK_SIZE)).calls)
 
 
 def require_same(fused: FusedLlama, target: Target) -> None:
-    """Try a fused pass against the target; `NotLlamaError` where it computes anything else."""
+    """Compare a fused pass with the target; `NotLlamaError` if the results differ."""
     cache, precise_cache = (KVCache(blocks=trial.BLOCKS, block_size=trial.BLOCK_SIZE) for _ in range(2))
     runner = TargetRunner(target, cache)
     states, layers = range(len(fused.blocks) + 1), decoder_layers(target.model)
@@ -77,7 +77,7 @@ def require_same(fused: FusedLlama, target: Target) -> None:
 
     @cache_results
     def in_float32(behind: int) -> nn.Module:
-        # Configurations stay shared: they say by whom layers attend.
+        # Share the configuration objects, which select the attention function.
         return deepcopy(layers[behind - 1], {id(config): config for config in configs}).float()
 
     def own(ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor, precisely: Collection[int]) -> trial.OwnOutput:
@@ -98,14 +98,14 @@ def require_same(fused: FusedLlama, target: Target) -> None:
 def _running_beside(
     layers: Sequence[tuple[int, nn.Module, nn.Module]], attend: AttendFor
 ) -> Iterator[Mapping[int, Tensor]]:
-    """What copies of layers in float32 give meanwhile of what the layers are given [N, D], by number."""
+    """Also run float32 copies of some layers on the layers' inputs; yields their outputs [N, D] by number."""
     states: dict[int, Tensor] = {}
     hooks = []
 
     def run(number: int, copied: nn.Module, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         with attending_by(attend):
-            made = copied(*_in_float32(given), **_in_float32(named) | {"eyas_attend": attend})
-        states[number] = (made[0] if isinstance(made, tuple) else made)[0]
+            output = copied(*_in_float32(given), **_in_float32(named) | {"eyas_attend": attend})
+        states[number] = (output[0] if isinstance(output, tuple) else output)[0]
 
     try:
         for number, layer, copied in layers:
@@ -117,7 +117,7 @@ def _running_beside(
 
 
 def _in_float32(given: Any) -> Any:
-    """All tensors of numbers in some arguments."""
+    """Cast all floating-point tensors in some arguments."""
     if isinstance(given, Tensor):
         return given.float() if given.is_floating_point() else given
     if isinstance(given, tuple):
@@ -127,7 +127,7 @@ def _in_float32(given: Any) -> Any:
 
 @contextmanager
 def _routing(fused: FusedLlama) -> Iterator[Mapping[int, trial.Routed]]:
-    """What the routers of the model's own code are given and choose meanwhile, by layer."""
+    """Record the inputs and choices of the model's own routers, by layer."""
     routed: dict[int, trial.Routed] = {}
     hooks = []
 

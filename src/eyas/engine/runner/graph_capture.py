@@ -1,7 +1,7 @@
-"""CUDA graphs: captured once for each bucket of shapes, replayed with other numbers.
+"""CUDA graphs: captured once per bucket of shapes, replayed with other input.
 
-A graph reads its numbers where they lay when it was captured, so these never move: they are in the state, or in
-`InputBuffers`. All graphs share one pool of memory: what a replay leaves there holds until the next.
+A graph reads its input from fixed addresses, in the state or in `InputBuffers`. All graphs share one memory pool, so a
+replay's output is valid until the next replay.
 """
 
 import gc
@@ -19,14 +19,14 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Numbers = Mapping[str, Tensor]
-"""Tables on the device."""
+"""Integer tables on the device."""
 Function = Callable[[], Tensor]
 
 
 class InputBuffers:
-    """The numbers of a step in named tables side by side, so that one copy brings all of them to the device.
+    """Named int64 tables in one buffer, so that one copy brings a step's input to the device.
 
-    Every number is an int64. What was written is staged in pinned memory, which a copy reads without waiting.
+    Writes are staged in pinned memory, so that the copy is asynchronous.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -36,88 +36,86 @@ class InputBuffers:
         numbers: NDArray[np.int64] = self._from.numpy()
         self._host: dict[str, NDArray[np.int64]] = {}
         self.device: dict[str, Tensor] = {}
-        """What was sent last."""
+        """The tables on the device."""
         end = 0
         for name, size in sizes.items():
             start, end = end, end + size
             self._host[name], self.device[name] = numbers[start:end], self._to[start:end]
 
     def staged(self, **numbers: Sequence[int]) -> Callable[[], None]:
-        """Tables with these at their beginnings and 0 behind, to be brought to the device by calling this; others may
-        be staged at once.
+        """Stage these numbers, zero-padded; the returned function copies them to the device. Others may be staged
+        before it runs.
         """
-        for name, told in numbers.items():
+        for name, values in numbers.items():
             table = self._host[name]
-            table[: len(told)], table[len(told) :] = told, 0
-        kept = self._from.clone()
+            table[: len(values)], table[len(values) :] = values, 0
+        staged_copy = self._from.clone()
         if self._to.is_cuda:
-            kept = kept.pin_memory()
+            staged_copy = staged_copy.pin_memory()
 
-        def bring() -> None:
-            self._to.copy_(kept, non_blocking=True)
+        def copy() -> None:
+            self._to.copy_(staged_copy, non_blocking=True)
 
-        return bring
+        return copy
 
 
 @dataclass(kw_only=True, eq=False)
 class GraphCapture:
-    """Captures functions."""
+    """Captures functions as CUDA graphs."""
 
     device: torch.device
     enabled: bool = True
-    """Without, nothing is captured."""
+    """Whether anything is captured."""
     bytes: int = 0
-    """Memory taken by capturing."""
+    """Memory allocated by captures."""
     refused: set[str] = field(default_factory=set)
-    """Kinds of functions that could not be captured."""
-    _made: dict[tuple[object, ...], Function] = field(default_factory=dict)
+    """Kinds of functions whose capture failed."""
+    _replays: dict[tuple[object, ...], Function] = field(default_factory=dict)
     _pool: Any = None
-    _beside: Any = None
-    """Where functions run before they are captured: one stream, since torch keeps freed memory for each apart."""
+    _warm_up_stream: Any = None
+    """Stream for warm-up runs before captures; a single one, because torch caches freed memory per stream."""
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._replays)
 
-    def anew(self) -> "GraphCapture":
-        """One that has captured nothing."""
-        return replace(self, bytes=0, refused=set(), _made={}, _pool=None)
+    def without_graphs(self) -> "GraphCapture":
+        """A copy without captured graphs."""
+        return replace(self, bytes=0, refused=set(), _replays={}, _pool=None)
 
     def get(
         self, kind: str, bucket: tuple[object, ...], function: Function, before: Callable[[], object]
     ) -> Function | None:
-        """What replays the graph of a bucket, made now if it was not yet, with `before` called first; None if that
-        fails.
-        """
+        """Return the replay of a bucket's graph; if there is none, call `before` and capture it. None on failure."""
         if not self.enabled or kind in self.refused:
             return None
-        made = self._made.get((kind, *bucket))
-        if made is None:
+        replay = self._replays.get((kind, *bucket))
+        if replay is None:
             before()
             try:
-                made = self._capture(function)
-            except Exception as error:  # whatever it is, decoding goes on
+                replay = self._capture(function)
+            except Exception as error:  # decoding continues uncaptured, whatever failed
                 self.refused.add(kind)
                 reason = " ".join(str(error).split())[:300]
                 logger.warning(
-                    f"{kind} of shape {bucket} cannot be captured as a CUDA graph, it runs eagerly: {reason}"
+                    f"{kind} of shape {bucket} cannot be captured as a CUDA graph and runs eagerly: {reason}"
                 )
                 return None
-            self._made[kind, *bucket] = made
-        return made
+            self._replays[kind, *bucket] = replay
+        return replay
 
     def _capture(self, function: Function) -> Function:
         before = torch.cuda.memory_reserved(self.device)
-        # Once without capturing: kernels are compiled and libraries take their memory on first use.
-        if self._beside is None:
-            self._beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._beside):
+        # Run once without capturing: kernels are compiled and libraries allocate memory on first use.
+        if self._warm_up_stream is None:
+            self._warm_up_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._warm_up_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._warm_up_stream):
             function()
-        torch.cuda.current_stream(self.device).wait_stream(self._beside)
+        torch.cuda.current_stream(self.device).wait_stream(self._warm_up_stream)
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = function()
-        graph.replay()  # the first time it is brought to the device, which takes milliseconds
+        graph.replay()  # the first replay uploads the graph, which takes milliseconds
         self._pool = self._pool or graph.pool()
         self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
 
@@ -130,8 +128,8 @@ class GraphCapture:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let Python collect no garbage: graphs and pinned memory of an engine that is gone, freed while a stream captures,
-    break the capture and every later use of pinned memory."""
+    """Pause garbage collection: freeing graphs or pinned memory of a deleted engine during a capture would break the
+    capture and every later use of pinned memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

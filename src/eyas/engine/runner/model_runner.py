@@ -1,4 +1,4 @@
-"""Runs the target: fused code where it is the block of `kernels/llama/`, and transformers' own code where it is not.
+"""Runs the target, by fused code (`kernels/llama/`) where possible, otherwise by transformers.
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated auxiliary states.
 """
@@ -22,27 +22,26 @@ class ModelRunner:
     """A target over its KV cache."""
 
     def __init__(self, target: Target, cache: KVCache, kept_states: HiddenStateCache | None = None) -> None:
-        """States of some layers are kept in `kept_states` for every token that is read."""
+        """States of the layers in `kept_states` are stored for every token."""
         self.cache, self.kept_states = cache, kept_states
         self.layer_ids: tuple[int, ...] = ()
-        """Whose states the drafter reads."""
+        """Layers whose states the drafter reads."""
         self._target, self.device = target, target.device
         self._own = TargetRunner(target, cache)
         self._fused = fused_target(target)
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
         return self._target.facts.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target's states."""
+        """Dtype of the target's states."""
         return self._target.dtype
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Of a pass; a model's own code may compute logits more finely than the rest."""
+        """Dtype of a pass's logits; a model's own code may compute them in higher precision."""
         return self._target.dtype if self._fused is not None else torch.float32
 
     def run_pass(
@@ -54,7 +53,7 @@ class ModelRunner:
         *,
         states: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits behind the tokens `keep_M`, or all, and the states that the drafter reads, if it follows."""
+        """Run the target; returns logits of the tokens `keep_M`, or all, and states for the drafter if requested."""
         layer_ids = self.layer_ids if states else ()
         if self.kept_states is None:
             return self.run(ids_N, metadata, keep_M, layer_ids, logits_out_MV)
@@ -65,7 +64,7 @@ class ModelRunner:
         return logits_MV, select_states(states_NX, both, layer_ids) if layer_ids else None
 
     def move(self, from_M: Tensor, to_M: Tensor, rows: int) -> None:
-        """Put the accepted path of each tree side by side, as if it had been a chain."""
+        """Move KV cache entries of each tree's accepted path to where a chain would have left them."""
         self.cache.move_by_row(from_M, to_M, rows)
         if self.kept_states is not None:
             self.kept_states.move(from_M, to_M)
@@ -78,9 +77,9 @@ class ModelRunner:
         layer_ids: Sequence[int],
         logits_out_MV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits behind the tokens `keep_M`, or all, and the states of these layers, if any.
+        """Return logits of the tokens `keep_M`, or all, and the states of these layers, if any.
 
-        Logits are `logits_out_MV` where there is a fused pass; a model's own code has memory of its own.
+        A fused pass writes logits to `logits_out_MV`; a model's own code allocates them.
         """
         if self._fused is not None:
             attention = choose_backend(metadata)

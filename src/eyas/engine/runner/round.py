@@ -1,6 +1,6 @@
-"""One pass of requests through draft, verify and accept: what it is made of, and what came of it.
+"""A round: rows that go through draft, verify and accept together, and their results.
 
-Shapes: R rows, Q tokens of a row, K drafts, C numbers told of a token, V vocabulary.
+Shapes: R rows, Q tokens of a row, K drafts, C logprob columns, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,92 +24,91 @@ Integers = NDArray[np.int64]
 
 
 def no_time() -> float:
-    """Of what did not run."""
+    """Seconds of a pass that did not run."""
     return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeResults:
-    """What the host learns of a row's tree."""
+    """A row's draft tree, as the host sees it."""
 
     deepest: int
-    """Of the nodes that were verified."""
+    """Depth of the deepest verified node."""
     candidates: list[Candidates]
-    """Behind the newest token and each accepted node, as far as there were any."""
+    """Candidates behind the newest token and each accepted node, where they exist."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RoundResults:
-    """What a round gave its requests, by columns: there may be hundreds of rows."""
+    """Results of a round, as columns over its rows."""
 
     tokens: list[list[int]]
-    """New ones: accepted drafts and one of the target's own, unless the answer came to its limit before."""
+    """New tokens: accepted drafts and one token of the target, cut at the request's limit."""
     accepted: list[int]
-    """Drafts, also where the limit cut them off."""
+    """Accepted drafts, including those behind the limit."""
     confidences: list[list[float]]
-    """Of the drafter in each of as many drafts as the pass has for a row; those behind the row's own mean nothing."""
+    """The drafter's probability of each draft; values behind a row's own drafts are undefined."""
     verified: list[int] | None = None
-    """Nodes of trees that were."""
+    """Verified tree nodes of each row."""
     trees: list[TreeResults] | None = None
-    """Where trees were grown: of each; there are no confidences then."""
+    """Trees of the rows, if drafts are trees; `confidences` is empty then."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Round:
-    """Rows that go through the same passes: those that decode, or chunks of prompts."""
+    """Rows that go through the same passes: decoding requests, or prompt chunks."""
 
     rows: Sequence[ScheduledRow]
     slot_R: Integers
     of_prompts: bool
-    """Whether it reads chunks of prompts."""
+    """Whether its rows are prompt chunks."""
     bucket: int
-    """Rows of the pass, real or not."""
+    """Rows of the pass, padding included."""
     blocks: int
-    """Of a row in the pass, at most."""
+    """Most blocks of a row in the pass."""
     needs: Needs
     drafts: Sequence[int] = ()
-    """How many tokens may be drafted for each row that decodes."""
+    """Most drafts of each decoding row."""
     depth: int = 0
-    """Drafts of a row in the pass."""
+    """Drafts per row in the pass."""
     drafter_depth: int = 0
-    """How deep the drafter drafts; deeper drafts are the host's, and all of them if this is 0."""
+    """Drafts made by the drafter; deeper ones are suffix drafts, and all if this is 0."""
     trees: TreeNodes | None = None
-    """Where the nodes of trees are kept, if trees grow."""
+    """Node memory, if drafts are trees."""
     run_verify: Callable[[], object] = field(init=False)
     run_sample: Callable[[Tensor | None], Tensor] = field(init=False)
-    """Its passes, looked up before the first one runs: to capture a pass is to run it, for nobody."""
+    """Its passes, looked up before the first one runs, because capturing runs a pass on blank rows."""
     sent: bool = False
-    """Whether the device knows these rows."""
+    """Whether the device has these rows."""
     drafter_reads: bool = False
-    """Whether the drafter reads, of requests that it follows."""
+    """Whether the drafter reads tokens of the requests that it follows."""
     offers: Mapping[int, RoundOffer] = field(default_factory=dict)
-    """Drafts that the host has looked up, by request."""
+    """Suffix drafts by request."""
     catch_up_seconds: Callable[[], float] = no_time
-    """Of the pass in which the drafter reads what has waited while nothing was drafted, once the round has landed."""
+    """Seconds of the pass in which the drafter read waiting states, once the round has landed."""
     draft_seconds: Callable[[], float] = no_time
-    """Of its passes that draft."""
     drafted: Mark | None = None
     drafts_RK: Tensor | None = None
-    """Drafts on their way to the host, there with that mark, where the host makes a mask."""
+    """Drafts on their way to the host, valid after `drafted`, for rounds with masks."""
     landed: Mark | None = None
     output: Tensor | None = None
     prompt_output: Tensor | None = None
-    """Log probabilities of prompt tokens, where some request asks for them."""
+    """Logprobs of prompt tokens, if requested."""
 
     @property
     def masked(self) -> bool:
-        """Whether the host must say what may come before tokens are chosen."""
+        """Whether the host must compute masks before sampling."""
         return self.needs.masked and any(row.samples for row in self.rows)
 
     @property
     def line(self) -> RoundLine:
-        """Where the numbers of a row stand in the output."""
+        """Column layout of `output`."""
         candidates = 0 if self.trees is None else self.trees.width
         return RoundLine(depth=self.depth, alternatives=self.needs.logprobs, candidates=candidates)
 
     def collect(self) -> RoundResults:
-        """Wait for it."""
-        assert self.landed is not None, "to be accepted first"
+        """Wait for the round and decode its output."""
+        assert self.landed is not None, "the round was not accepted yet"
         self.landed.wait()
         assert self.output is not None
         at, trees = self.line, self.trees
@@ -127,7 +126,7 @@ class Round:
         return results
 
     def logprobs(self, number: int, count: int) -> tuple[TokenLogprobs, ...] | None:
-        """Of the first tokens of a row, if its request asks for them."""
+        """Logprobs of the first `count` tokens of a row, if requested."""
         at, asked = self.line, self.rows[number].seq.request.logprobs
         if at.alternatives == NO_LOGPROBS or asked is None:
             return None
@@ -137,7 +136,7 @@ class Round:
         return tuple(tell_logprobs(line[at.tokens : at.drafts][:count], told_QC[:count], asked))
 
     def prompt_logprobs(self) -> Mapping[int, Sequence[TokenLogprobs]]:
-        """Of the prompt tokens behind those that were read, by the keys of the requests that ask for them."""
+        """Logprobs of prompt tokens whose predecessors were read, by key of the requests that asked for them."""
         found: dict[int, Sequence[TokenLogprobs]] = {}
         if self.prompt_output is None:
             return found
@@ -151,14 +150,14 @@ class Round:
         return found
 
     def drafter_read(self, row: ScheduledRow, before: int) -> int:
-        """How far the drafter has read with a row before which the target had read so much."""
+        """How many tokens the drafter has read after this row; `before` is how many the target had read."""
         if self.of_prompts:
             return before + row.count - row.samples
         return before if self.drafter_depth else before - 1
 
 
 def _tree_of(line: Sequence[int], sure_DW: Sequence[Sequence[float]], at: RoundLine) -> TreeResults:
-    """What the line of a row says of its tree."""
+    """Decode a row's tree."""
     candidates = list[Candidates]()
     for first, chances in zip(range(at.drafts + 2, at.sure, at.candidates), sure_DW, strict=True):
         if line[first] < 0:

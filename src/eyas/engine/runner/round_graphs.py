@@ -1,13 +1,12 @@
-"""The passes of rounds by their shapes, captured as they are met or ahead.
+"""Looks up the passes of rounds by shape, and captures them as CUDA graphs on first use or ahead.
 
     rows     rounded up to one of ROWS
-    depth    the deepest draft of any row, so that there are as many tokens as one of TOKENS
-    blocks   of the longest row, in USUAL_BLOCKS or that times powers of 4
-    tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured. Of a verification that
-             has a budget, as `captured_shapes.py` has them
+    depth    the deepest draft of any row, so that rows have as many tokens as one of TOKENS
+    blocks   of the longest row, rounded up to USUAL_BLOCKS times a power of 4
+    tokens   of all prompt chunks together, rounded up to one of CHUNKS; longer passes run uncaptured
 
-Each takes its numbers from the state (`round_state.py`), prompts from buffers beside it. To capture a pass is to run
-it, for nobody: the rows are blanked before, and must be sent behind.
+Passes take their input from the state (`round_state.py`), prompts from buffers of their own. Capturing a pass runs it
+on blank rows, so the real rows must be sent afterwards.
 
 Shapes: R rows, Q tokens of a row, V vocabulary.
 """
@@ -33,18 +32,17 @@ from eyas.plan.footprint import LONGEST_CHUNK, Room
 from eyas.plan.shapes import CAPTURED_TREES, Shape, offered
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
-"""Requests of a step."""
+"""Numbers of requests with captured passes."""
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Tokens of a request, the newest and its drafts: where the controller chooses, drafts are one of these deep, less
-one."""
+"""Tokens per request, the newest and its drafts, with captured passes; the controller chooses depths among these."""
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096, LONGEST_CHUNK)
-"""Tokens of prompts that are read together."""
+"""Numbers of prompt tokens with captured passes."""
 CHUNK_ROWS = (1, 8, 64, 256, 1024)
-"""Prompts that are read together."""
+"""Numbers of prompts with captured passes."""
 USUAL_BLOCKS = 512
-"""Of a request: 8,192 tokens in blocks of 16. A table costs what is read by it, so most engines have one width."""
+"""Blocks per request: 8,192 tokens in blocks of 16. Only the part in use costs time, so most engines need one width."""
 REHEARSALS = 3
-"""Times that a pass is run to be timed."""
+"""Runs per timed pass."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
 PLACE = "place offers"
 DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample trees"
@@ -52,7 +50,7 @@ DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample
 
 
 class RoundGraphs:
-    """What runs a pass of a shape."""
+    """The passes of an engine by shape."""
 
     def __init__(
         self,
@@ -64,13 +62,13 @@ class RoundGraphs:
         blocks: int,
         tree: Tree | None,
     ) -> None:
-        """`blocks` is how many rows usually have at most; captured ahead are passes of that many."""
+        """`blocks` is the usual block table width, for which passes are captured ahead."""
         max_num_seqs, most_tokens, longest_chunk = room.recorded_rows, room.recorded_tokens, room.max_num_batched_tokens
         max_depth, max_offers = room.max_depth, room.max_offers
         self.capture, self._queue = capture, queue
         self._passes, self._state, self._drafter = passes, passes.state, passes.drafter
         self.exact = isinstance(passes, ExactPasses)
-        """Whether every number of rows and every depth is a shape."""
+        """Whether passes fit any number of rows and any depth exactly."""
         few = range(1, max_num_seqs) if self.exact else ROWS
         self._rows = (*(rows for rows in few if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens, self._usual_blocks = max_depth + 1, most_tokens, blocks
@@ -92,21 +90,20 @@ class RoundGraphs:
         )
         self._forced_tree, self._offers = None if passes.drafter is None else tree, max_offers > 0
         self._inputs: dict[tuple[object, ...], InputBuffers] = {}
-        """Of captured passes that read prompts."""
         self.nodes: dict[tuple[int, ...], TreeNodes] = {}
-        """Memory of trees, by rows, depth, width and budget."""
+        """Tree memory by rows, depth, width and budget."""
 
     @property
     def bytes(self) -> int:
-        """Memory taken beside the state."""
+        """Memory besides the state."""
         return self.capture.bytes + sum(nodes.bytes for nodes in self.nodes.values())
 
     def most_reads(self, rows: int) -> int:
-        """The most states of a row that a draft reads: those of the deepest pass that so many may have had."""
+        """Most waiting states per row that a drafting pass reads: the tokens of the deepest pass for so many rows."""
         return 1 + max((self._deepest - 1, *self.shapes.offered_for(rows)))
 
     def _own_depths(self, rows: int, depth: int) -> list[int]:
-        """How deep a drafter may have drafted where a pass has offers: not at all, as deep, or any if it cannot."""
+        """Depths that the drafter may have drafted in a pass with suffix drafts."""
         if self._drafter is None:
             return [0]
         return [0, *self.shapes.depths_for(rows)] if depth >= self._deepest else [0, depth]
@@ -115,19 +112,19 @@ class RoundGraphs:
         return self.shapes.offered_for(rows) if self._offers else self.shapes.depths_for(rows)
 
     def chunk_rows_for(self, rows: int) -> int:
-        """Chunks of prompts that are read together with so many."""
+        """Rows of the prompt pass for so many chunks."""
         return rows if self.exact else next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
 
     @torch.inference_mode()
     def capture_ahead(self) -> int:
-        """Capture chunks and steps of usual lengths; how many graphs there are then."""
+        """Capture prompt passes and decoding passes of common shapes; returns the number of graphs."""
         if self.exact:
             return 0
         blocks = self._usual_blocks
         for tokens in self._chunks:
             for fewer, rows in pairwise((0, *self._chunk_rows)):
-                if fewer < tokens:  # or the smaller bucket has a row for every token
-                    # With the drafter and without: one that has collapsed follows nobody.
+                if fewer < tokens:  # otherwise the smaller bucket has a row for every token
+                    # Also without the drafter, which follows no request after a collapse.
                     for followed in {False, self._drafter is not None}:
                         self.reading(tokens, rows, blocks, followed=followed)
                     self.sampling(rows, 0, NOTHING)
@@ -137,7 +134,7 @@ class RoundGraphs:
             for depth, needs in product((0, *self._depths_for(rows)), (NOTHING, Needs(sampled=True))):
                 if rows > self._most_tokens:
                     continue
-                own = self._drafter is not None and depth < self._deepest  # whether the drafter goes so deep
+                own = self._drafter is not None and depth < self._deepest  # whether the drafter drafts that deep
                 self.verifying(rows, blocks, depth)
                 if depth == 0:
                     self.verifying(rows, blocks, depth, followed=False)
@@ -155,7 +152,7 @@ class RoundGraphs:
 
     @torch.inference_mode()
     def rehearse(self) -> Rehearsal:
-        """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
+        """Time passes of some sizes on blank rows, to seed the controller's step times."""
         blocks, queue = self._usual_blocks, self._queue
         steps = dict[tuple[int, Arm], float]()
 
@@ -186,26 +183,26 @@ class RoundGraphs:
         for rows, shape in product(self._rows, self.shapes.trees):
             if shape in self.shapes.trees_for(rows):
                 trees = self.trees(rows, Tree.of(shape))
-                assert trees is not None, "the shapes fit"
+                assert trees is not None, "captured tree shapes fit the buffers"
                 drafter = self.drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
                 passes = timed(self.verifying_trees(trees, blocks), self.sampling_trees(trees, NOTHING))
                 steps[rows, shape] = passes + seconds(drafter)
         return Rehearsal(steps=steps)
 
     def _trees_for(self, rows: int) -> list[TreeNodes]:
-        """Those that so many rows may grow: the forced one, or any that may be chosen."""
+        """Trees that so many rows may grow: the forced shape, or all captured ones."""
         shapes = [Tree.of(shape) for shape in self.shapes.trees_for(rows)]
         forced = [] if self._forced_tree is None else [self._forced_tree]
         return [trees for tree in forced or shapes if (trees := self.trees(rows, tree)) is not None]
 
     def catching_up(self, rows: int, blocks: int) -> Callable[[], object]:
-        """Lets the drafter read what waits."""
+        """The pass in which the drafter reads waiting states."""
         return self._captured(CATCH_UP, self._passes.catch_up, rows=rows, blocks=blocks)
 
     def drafting(
         self, rows: int, blocks: int, reads: int, depth: int, needs: Needs, *, mask: DraftMask | None = None
     ) -> Callable[[], object]:
-        """Chains. A mask says which drafts may be accepted; exact passes alone heed one."""
+        """The pass that drafts chains. Only exact passes support a mask of allowed drafts."""
         passes, cuts = self._passes, _cuts(needs)
         if mask is not None:
             assert isinstance(passes, ExactPasses)
@@ -213,16 +210,16 @@ class RoundGraphs:
         return self._captured(DRAFT, passes.draft, rows=rows, reads=reads, depth=depth, blocks=blocks, needs=cuts)
 
     def placing(self, rows: int, depth: int, own_depth: int) -> Callable[[], object]:
-        """Drafts that the host has looked up; elsewhere those of a drafter, which are so deep."""
+        """The pass that puts suffix drafts in place, around the drafter's `own_depth` drafts."""
         return self._captured(PLACE, self._passes.place, rows=rows, depth=depth, own_depth=own_depth)
 
     def verifying(self, rows: int, blocks: int, depth: int, *, followed: bool = True) -> Callable[[], object]:
-        """The target over chains. Rows that draft are followed; others may not be."""
+        """The target's pass over chains; `followed` rows leave states for the drafter."""
         followed = followed and self._drafter is not None
         return self._captured(VERIFY, self._passes.verify, rows=rows, depth=depth, blocks=blocks, followed=followed)
 
     def sampling(self, rows: int, depth: int, needs: Needs) -> Callable[[Tensor | None], Tensor]:
-        """Logits to tokens. Not captured where few batches are alike."""
+        """The sampling pass. Not captured for options that vary too much between batches."""
         if needs.masked or needs.shaped:
             sample, device = self._passes.sample, self.capture.device
             return lambda mask_NV: sample(
@@ -235,7 +232,7 @@ class RoundGraphs:
         return lambda _: captured()
 
     def trees(self, rows: int, tree: Tree) -> TreeNodes | None:
-        """Memory for trees of so many rows, as large as the draft vocabulary and the logits allow; None: not at all."""
+        """Memory for trees of so many rows, cut to the draft vocabulary and the logits buffer; None if none fit."""
         assert self._drafter is not None
         depth, width = tree.depth, min(tree.width, len(self._drafter.token_W))
         candidates = width * (1 + (depth - 1) * width)
@@ -255,17 +252,14 @@ class RoundGraphs:
         return self.nodes[shape]
 
     def drafting_trees(self, trees: TreeNodes, blocks: int, reads: int, needs: Needs) -> Callable[[], object]:
-        """Trees."""
         return self._captured(
             DRAFT_TREES, self._passes.draft_trees, trees=trees, reads=reads, blocks=blocks, needs=_cuts(needs)
         )
 
     def verifying_trees(self, trees: TreeNodes, blocks: int) -> Callable[[], object]:
-        """The target over trees."""
         return self._captured(VERIFY_TREES, self._passes.verify_trees, trees=trees, blocks=blocks)
 
     def sampling_trees(self, trees: TreeNodes, needs: Needs) -> Callable[[Tensor | None], Tensor]:
-        """Logits of trees to tokens."""
         if needs.shaped:
             return lambda _: self._passes.sample_trees(trees=trees, needs=needs)
         captured = self._captured(SAMPLE_TREES, self._passes.sample_trees, trees=trees, needs=needs)
@@ -274,9 +268,7 @@ class RoundGraphs:
     def reading(
         self, tokens: int, rows: int, blocks: int, *, followed: bool = True, asked: PromptTokens | None = None
     ) -> tuple[InputBuffers, Callable[[], object]]:
-        """What reads so many tokens of prompts, and where to put them. Not captured where log probabilities of prompts
-        are asked for.
-        """
+        """The pass over so many prompt tokens, with its input buffers. Not captured with prompt logprobs."""
         followed = followed and self._drafter is not None
         captured = asked is None and self.capture.enabled and tokens <= self._chunks[-1]
         count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
@@ -294,7 +286,7 @@ class RoundGraphs:
         return inputs, read
 
     def _captured(self, kind: str, run: Callable[..., Tensor], **shape: Hashable) -> Function:
-        """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
+        """Return a captured pass over the state, or the plain function if it cannot be captured."""
         function = partial(run, **shape)
         if not self.capture.enabled:
             return function
@@ -306,10 +298,10 @@ class RoundGraphs:
 
 
 def _cuts(needs: Needs) -> Needs:
-    """What drafting heeds of them."""
+    """The needs that matter for drafting."""
     return Needs(sampled=needs.sampled, min_p=needs.min_p, top_k=needs.top_k, top_p=needs.top_p)
 
 
 def _shape(trees: TreeNodes) -> tuple[int, int, int, int]:
-    """Rows, and how large their trees are."""
+    """Rows and shape of trees."""
     return len(trees.kept_count_R), trees.depth, trees.width, trees.budget

@@ -1,30 +1,29 @@
-"""A round on the device: passes over the requests of `RoundState`, in fixed shapes, for a CUDA graph to record.
+"""The passes of a round, in fixed shapes that CUDA graphs can capture, over the requests of `RoundState`.
 
-    draft      the drafter reads the states that wait for it, then drafts a chain behind them, all depths at once
-    place      drafts that the host has looked up, instead of the drafter's, behind them or without one
-    verify     the target over the newest token and its drafts: logits, and states into the ring
-    sample     the target's own token behind each, drafts that equal it, and what that makes of the request
-    read       the target over chunks of prompts, flat, and the drafter with it; `sample` ends those that are complete
-    catch_up   the drafter reads what waits but for the last state, while nothing is drafted
+    draft      the drafter reads the states that wait for it, then drafts a chain
+    place      suffix drafts replace the drafter's drafts or extend them
+    verify     the target runs over the newest token and its drafts: logits, and states into the ring
+    sample     choose the target's token at each position, accept equal drafts, update the requests
+    read       the target, and the drafter with it, runs over prompt chunks; `sample` completes those that end
+    catch_up   the drafter reads all waiting states but the last, in rounds without drafts
 
-Where the drafter grows a tree for every row:
+With draft trees:
 
-    draft_trees    the drafter reads the states that wait for it, then grows trees, depth by depth, and keeps the
-                   likeliest nodes (`kernels/tree_draft.py`)
-    verify_trees   the target over the newest token and the kept nodes, each of which sees the way to itself
-    sample_trees   the target's own token behind each, the path along these, and what that makes of the request
-                   (`kernels/tree_outcome.py`); keys, values and states of the path go to where a chain leaves them
+    draft_trees    the drafter reads waiting states, grows a tree per row, depth by depth, and keeps the likeliest
+                   nodes (`kernels/tree_draft.py`)
+    verify_trees   the target runs over the newest token and the kept nodes; each node attends to its ancestors
+    sample_trees   choose the target's tokens, follow the accepted path, update the requests
+                   (`kernels/tree_outcome.py`); keys, values and states of the path move to where a chain leaves them
 
-Nothing here looks at a number on the host. What the host knows when it launches a pass is which slots take part and how
-deep each may be drafted for at most; where they stand it may not know yet, since the round before is still running.
+No pass reads a number on the host. At launch the host knows which slots take part and their most drafts; it may not
+know their lengths yet, because the previous round is still running.
 
-Where tokens come from and go to is for `kernels/round_layout.py` to say, what a round gives for
-`kernels/round_outcome.py`. Rows of nobody's slot, requests that have come to their limit, and tokens behind a row's
-live ones cost little; what comes out at their places means nothing.
+`kernels/round_layout.py` computes where tokens are read and written, `kernels/round_outcome.py` the results. Padding
+rows, finished requests and tokens behind a row's live ones cost little, and their output is undefined.
 
-Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N tokens of a pass, C states of a row that are read, P blocks of a
-row, V vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring. Of trees: W candidates of a node, M
-nodes that have them, T tokens of a row that may be new.
+Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N tokens of a pass, C states read of a row, P blocks of a row, V
+vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring. Trees: W candidates of a node, M nodes with
+candidates, T tokens of a row that may be new.
 """
 
 from dataclasses import dataclass, replace
@@ -42,40 +41,40 @@ from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
-from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
+from eyas.kernels.round_layout import Rows, lay_out_draft, lay_out_verify
 from eyas.kernels.round_offers import place_offers
 from eyas.kernels.round_outcome import settle
+from eyas.kernels.round_tensors import BlockShape
 from eyas.kernels.tree_draft import choose_candidates, grow, keep, lay_out_trees
 from eyas.kernels.tree_nodes import TreeNodes
 from eyas.kernels.tree_outcome import settle_trees
 
 LOGITS_AT_ONCE = 64
-"""Rows of prompt logits that are reduced together, which bounds the memory of the reduction."""
+"""Rows of prompt logits reduced together, to bound memory."""
 
 
 @dataclass(kw_only=True, eq=False)
 class PromptTokens:
-    """Tokens of prompts whose log probabilities are asked for, in a pass that reads the tokens before them."""
+    """Prompt tokens whose logprobs are requested, in a pass that reads the tokens before them."""
 
     place_M: Tensor
-    """Where the tokens before them stand in the pass."""
+    """Positions of their predecessors in the pass."""
     token_M: Tensor
     alternatives: int
     told_MC: Tensor | None = None
-    """What the pass says: each token, and the columns of `logprob_columns`."""
+    """Result of the pass: each token, then `logprob_columns`."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what the pass says."""
         return len(self.token_M), 3 + 2 * self.alternatives
 
     def take(self) -> Tensor:
-        """What the pass says, once it has run."""
-        assert self.told_MC is not None, "the pass has run"
+        """Return the result, after the pass."""
+        assert self.told_MC is not None, "the pass must have run"
         return self.told_MC
 
     def tell(self, logits_MV: Tensor) -> None:
-        """Take the logits behind the tokens before them."""
+        """Compute the result from the logits of the predecessors."""
         told = list[Tensor]()
         for at in range(0, len(self.token_M), LOGITS_AT_ONCE):
             token_N = self.token_M[at : at + LOGITS_AT_ONCE]
@@ -86,19 +85,19 @@ class PromptTokens:
 
 @dataclass(kw_only=True, eq=False)
 class RoundPasses:
-    """Passes of fixed shapes."""
+    """Passes of fixed shapes for one target and drafter."""
 
     state: RoundState
     model: ModelRunner
     drafter: DrafterRunner | None
     sampling: SlotSampling
     logits_SV: Tensor
-    """Where passes of the target leave logits, for `sample`."""
+    """Logits of the target's pass, for `sample`."""
     chance: Tensor | None = None
-    """A coin that accepts drafts: to measure at an acceptance of one's choice."""
+    """Probability of accepting any draft, for measurements at a given acceptance; None: by equality."""
 
     def catch_up(self, *, rows: int, blocks: int) -> Tensor:
-        """Let the drafter read all that waits for rows but the last state."""
+        """Let the drafter read all waiting states of the rows but the last."""
         state, drafter = self.state, self.own_drafter
         shape = block_shape(drafter.cache, blocks)
         layout = lay_out_draft(state, shape, rows=rows, reads=state.most_waiting, depth=0, kept=1)
@@ -106,7 +105,7 @@ class RoundPasses:
         return layout.last_R
 
     def draft(self, *, rows: int, reads: int, depth: int, blocks: int, needs: Needs) -> Tensor:
-        """Read up to `reads` states of each row and draft up to `depth` tokens, which are left in `state`: [R, K]."""
+        """Let the drafter read up to `reads` states per row, then draft up to `depth` tokens into the state [R, K]."""
         state, drafter = self.state, self.own_drafter
         layout = lay_out_draft(state, block_shape(drafter.cache, blocks), rows=rows, reads=reads, depth=depth)
         output = drafter.step(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens, layout.last_R)
@@ -115,7 +114,7 @@ class RoundPasses:
             index_R = None
             if needs.sampled:
                 slot_R = state.row_slot[:rows]
-                # The newest token stands at position length: the target has not read it, so it has no slot yet.
+                # Position `length` is the newest token's, which the target has not read yet.
                 position_R = state.length_S[slot_R] + 1 + at
                 index_R = self.sampling.draw(logits_RW, slot_R, position_R, drafter.token_W, needs)
             token_R = choose_drafts(logits_RW, drafter.token_W, state.drafts_RK, state.sure_RK, at, index_R)
@@ -124,23 +123,19 @@ class RoundPasses:
         return state.drafts_RK[:rows, :depth]
 
     def place(self, *, rows: int, depth: int, own_depth: int) -> Tensor:
-        """Drafts of the host's offers where they stand; elsewhere the drafter's, which are so deep."""
+        """Put suffix drafts in place; elsewhere the drafter's `own_depth` drafts stay."""
         return place_offers(self.state, rows=rows, depth=depth, own_depth=own_depth)
 
     def verify(self, *, rows: int, depth: int, blocks: int, followed: bool = True) -> Tensor:
-        """The target over the newest token and the drafts; logits are left row by row, states in the ring.
-
-        Where no row is followed, there are no states to leave.
-        """
+        """Run the target over newest tokens and drafts; logits are stored by row, states in the ring if followed."""
         layout = lay_out_verify(self.state, block_shape(self.model.cache, blocks), rows=rows, depth=depth)
         self.keep_states(layout.place_N, self.run_target(layout.ids_N, layout.tokens, states=followed))
         return layout.ids_N
 
     def sample(self, *, rows: int, depth: int, needs: Needs, mask_NV: Tensor | None = None) -> Tensor:
-        """What came of the round of each row, in one line of numbers (`RoundLine` says which).
+        """Sample and accept; returns one line of numbers per row (`RoundLine`).
 
-        An answer that comes to its limit gets fewer tokens than were accepted. With a chance, drafts are accepted by a
-        coin: to measure at an acceptance of one's choice.
+        An answer that reaches its limit gets fewer tokens than were accepted.
         """
         state, logits_NV, token_RQ = self.state, self.logits_SV[: rows * (1 + depth)], None
         slot_R = state.row_slot[:rows]
@@ -156,14 +151,14 @@ class RoundPasses:
     def read(
         self, numbers: Numbers, *, rows: int, blocks: int, followed: bool, asked: PromptTokens | None = None
     ) -> Tensor:
-        """The target over chunks of prompts; logits behind the last token of each row are left for `sample`.
+        """Run the target over prompt chunks; logits of each row's last token are stored for `sample`.
 
-        The drafter reads along, if it follows any of the rows.
+        The drafter reads them too, if it follows any of the rows.
 
-        Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `kept` [N],
-        which of them the target has written before and are read for the drafter alone, `start` [R + 1], where rows
-        begin, `base` [R], their first positions. A row that samples is left where a decoding one stands before its
-        newest token is read.
+        Numbers: `ids` [N]; `behind` [N], the next tokens (0 at a prompt's end); `kept` [N], whether the target's KV
+        cache has the token already, so that only the drafter needs the pass; `start` [R + 1], where rows begin; `base`
+        [R], their first positions. A row that samples ends in the state of a decoding row with its newest token
+        unread.
         """
         state, cache = self.state, self.model.cache
         who = Rows(state, rows, block_shape(cache, blocks))
@@ -185,13 +180,13 @@ class RoundPasses:
         last_R = (start_R[1:].long() - 1).clamp(min=0)
         layout = lay_out(count_R, cache)
         aux_NX = self.read_prompts(numbers, layout, last_R, states=followed, asked=asked)
-        # Nobody's slot takes what rows of none say; its numbers mean nothing.
+        # Padding rows write to the extra slot, whose numbers are never used.
         end_R = base_R + count_R
         follows_R = state.follows_S[who.slot_R]
         if followed and aux_NX is not None:
             drafter = self.own_drafter
-            # What comes of a prompt's last token, whose next is not known yet, lies in the row's own slot until that is
-            # read again; so does what comes of rows that nobody drafts for. Only attention would be misled by it.
+            # A prompt's last token has no successor yet: its entry goes to its own slot and is written again later.
+            # Entries of unfollowed rows are never read. Only attention would be affected by either.
             alike = drafter.remembers and block_shape(drafter.cache, blocks) == block_shape(cache, blocks)
             if not alike:
                 layout = lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache)
@@ -205,7 +200,7 @@ class RoundPasses:
     # --- trees ---------------------------------------------------------------------------------------------------
 
     def draft_trees(self, *, trees: TreeNodes, reads: int, blocks: int, needs: Needs) -> Tensor:
-        """Read up to `reads` states of each row and grow trees, within as many slots as rows may draft."""
+        """Let the drafter read up to `reads` states per row, then grow trees within each row's draft slots."""
         state, drafter, rows = self.state, self.own_drafter, len(trees.kept_count_R)
         shape = block_shape(drafter.cache, blocks)
         layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=1)
@@ -215,7 +210,7 @@ class RoundPasses:
             logits_MW = drafter.run.logits(output.normed)
             index_MW = None
             if needs.sampled:
-                # The newest token stands at position length.
+                # Position `length` is the newest token's.
                 position_M = state.length_S[slot_M] + at
                 index_MW = self.sampling.draw_many(logits_MW, slot_M, position_M, drafter.token_W, needs, trees.width)
             token_MW, sure_MW = choose_candidates(logits_MW, drafter.token_W, trees.width, index_MW)
@@ -228,7 +223,7 @@ class RoundPasses:
         return trees.kept_token_RQ
 
     def verify_trees(self, *, trees: TreeNodes, blocks: int) -> Tensor:
-        """The target over the newest token and the kept nodes; logits and states are left place by place."""
+        """Run the target over newest tokens and kept nodes; logits and states are stored node by node."""
         layout = lay_out_trees(self.state, trees, block_shape(self.model.cache, blocks))
         aux_NX = self.run_target(trees.kept_token_RQ.flatten(), layout)
         if trees.states_NX is not None and aux_NX is not None:
@@ -236,7 +231,7 @@ class RoundPasses:
         return trees.kept_token_RQ
 
     def sample_trees(self, *, trees: TreeNodes, needs: Needs) -> Tensor:
-        """What came of the round of each row, in one line of numbers (`RoundLine` says which)."""
+        """Sample and accept paths of trees; returns one line of numbers per row (`RoundLine`)."""
         state, (rows, places), token_RQ = self.state, trees.kept_token_RQ.shape, None
         slot_R, shape = state.row_slot[:rows], block_shape(self.model.cache, state.blocks)
         logits_NV = self.logits_SV[: rows * places]
@@ -258,19 +253,19 @@ class RoundPasses:
 
     @property
     def own_drafter(self) -> DrafterRunner:
-        """The drafter, where there must be one."""
+        """The drafter; only for passes that need one."""
         assert self.drafter is not None
         return self.drafter
 
     def run_target(self, ids_N: Tensor, layout: AttentionMetadata, *, states: bool = True) -> Tensor | None:
-        """Run the tokens of a layout, leave their logits; gives their states, if somebody reads them."""
+        """Run the target over the tokens of a layout and store all logits; returns their states, if needed."""
         return self._run_target(ids_N, layout, None, len(ids_N), states=states)[1]
 
     def read_prompts(
         self, numbers: Numbers, layout: AttentionMetadata, last_R: Tensor, *, states: bool, asked: PromptTokens | None
     ) -> Tensor | None:
-        """`run_target` over chunks of prompts, with logits behind the last token of each, and behind those asked."""
-        # What others may share is not written twice: they find it as it was, to the last bit.
+        """Run the target over prompt chunks, with logits of each row's last token and of requested predecessors."""
+        # Entries that may be shared are not written again, so that they stay bitwise the same for others.
         written_N = layout.slot_mapping_N.masked_fill(numbers["kept"] > 0, self.model.cache.null_slot)
         keep_M = last_R if asked is None else torch.cat([last_R, asked.place_M])
         layout = replace(layout, slot_mapping_N=written_N)
@@ -282,7 +277,7 @@ class RoundPasses:
     def _run_target(
         self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None, left: int, *, states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits behind the tokens `keep_M`, or all, of which the first so many are left for `sample`; and states."""
+        """Compute logits of the tokens `keep_M`, or all, store the first `left` for `sample`; also returns states."""
         out_MV = self.logits_SV[:left]
         all_left = left == (len(ids_N) if keep_M is None else len(keep_M))
         logits_MV, aux_NX = self.model.run_pass(ids_N, layout, keep_M, out_MV if all_left else None, states=states)
@@ -291,14 +286,14 @@ class RoundPasses:
         return logits_MV, aux_NX
 
     def keep_states(self, place_N: Tensor, aux_NX: Tensor | None) -> None:
-        """Let states wait in the ring, where somebody reads them."""
+        """Store states in the ring, if there is a drafter."""
         ring_NX = self.state.states_NX
         if ring_NX is not None and aux_NX is not None:
             ring_NX.index_copy_(0, place_N, aux_NX.to(ring_NX.dtype))
 
 
 def with_logprobs(line_RC: Tensor, logits_NV: Tensor, place_M: Tensor | None, token_RQ: Tensor, needs: Needs) -> Tensor:
-    """Lines with the logprobs of tokens behind them, if anybody asks; logits are theirs, or those at some places."""
+    """Append logprob columns to the lines if requested; `place_M` selects rows of the logits."""
     if needs.logprobs == NO_LOGPROBS:
         return line_RC
     logits_MV = logits_NV if place_M is None else logits_NV[place_M]
@@ -308,42 +303,41 @@ def with_logprobs(line_RC: Tensor, logits_NV: Tensor, place_M: Tensor | None, to
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLine:
-    """Where the numbers of a row stand in what `sample` gives: counts of new tokens and of accepted drafts, then these.
+    """Columns of a row in the output of `sample`: the counts of new tokens and accepted drafts, then the following.
 
-    Real numbers are the bits of float64. Of trees there are two counts instead of drafts, and candidates
+    Floats are stored as float64 bits. With trees, `drafts` holds two counts and the candidates instead
     (`kernels/tree_outcome.py`).
     """
 
     depth: int
     alternatives: int
-    """Of logprobs; `NO_LOGPROBS` without."""
+    """Alternatives per logprob; `NO_LOGPROBS` for none."""
     candidates: int = 0
-    """Of a node of trees; 0: chains."""
+    """Candidates per tree node; 0 for chains."""
     tokens = 2
-    """Where Q of them begin."""
+    """Column of the first of Q tokens."""
 
     @property
     def drafts(self) -> int:
-        """K of them."""
+        """Column of the first of K drafts."""
         return 3 + self.depth
 
     @property
     def sure(self) -> int:
-        """How sure the drafter was of each; of trees, of each candidate."""
+        """Column of the drafter's probabilities of drafts; with trees, of candidates."""
         return self.drafts + (2 + self.depth * self.candidates if self.candidates else self.depth)
 
     @property
     def logprobs(self) -> int:
-        """For each token its logprob, its rank, the most likely tokens and theirs."""
+        """Column of the logprobs: for each token its own, its rank, the most likely tokens and theirs."""
         return self.sure + self.depth * (self.candidates or 1)
 
     @property
     def width(self) -> int:
-        """Numbers in all."""
         told = 0 if self.alternatives == NO_LOGPROBS else 2 + 2 * self.alternatives
         return self.logprobs + (1 + self.depth) * told
 
 
 def block_shape(cache: KVCache, blocks: int) -> BlockShape:
-    """Of rows with at most so many blocks."""
+    """Block table shape for rows with at most so many blocks."""
     return BlockShape(blocks=blocks, block_size=cache.block_size, null_slot=cache.null_slot)

@@ -1,17 +1,17 @@
-"""The target's half of rounds: which passes a round is made of, and how they come to the device and back.
+"""Prepares and launches rounds: batches that go through draft, verify and accept together.
 
-A round of requests that decode is one copy in, up to three passes (draft, verify, sample) and one copy out; chunks of
-prompts have a read and a sample. Nobody waits between them, nor for the round before. The passes lie in
-`round_graphs.py`; the drafter's are queued by `drafter_proposer.py`.
+A round of decoding requests is one copy to the device, up to three passes (draft, verify, sample) and one copy back. A
+round of prompt chunks has a read pass and a sample pass. The host waits for none of them. The passes are in
+`round_graphs.py`; `drafter_proposer.py` queues the drafter's.
 
-    begin_round, begin_read   seats for the rows, and which passes serve them
-    verify                    the target over newest tokens and drafts, or over chunks of prompts
-    accept                    the target's own tokens, and drafts that equal them; numbers on their way to the host
+    begin_round, begin_read   assign slots to the rows and look up their passes
+    verify                    run the target over newest tokens and drafts, or over prompt chunks
+    accept                    sample the target's tokens, accept equal drafts, start the copy to the host
 
-Invariant: all passes of a round are looked up before the first of them is queued, since capturing one runs it with
-nobody's rows.
+Invariant: all passes of a round are looked up before the first one is queued, because capturing a pass runs it on blank
+rows.
 
-Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, N tokens of a pass, M logits of prompts.
+Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, N tokens of a pass, M prompt logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ from eyas.kernels.attention.metadata import integers
 from eyas.kernels.mapped_memory import untouched_zeros
 from eyas.plan.footprint import Room
 
-NOBODY = -1
-"""The number of no stay and of no block table."""
+NONE = -1
+"""Value of `_stays` and `_tables` for empty slots."""
 
 
 class RoundRunner:
-    """Rounds over the slots of a `RoundState`."""
+    """Launches rounds over the slots of a `RoundState`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RoundRunner:
         *,
         tree: Tree | None = None,
     ) -> None:
-        """With a `tree`, drafts are trees of that shape alone."""
+        """`tree` forces draft trees of that shape."""
         self.capture, self.queue, self.synchronous = device.capture, device.queue, device.synchronous
         cache, vocab_size = model.cache, model.vocab_size
         slots, most_tokens = room.recorded_rows, room.recorded_tokens
@@ -64,7 +64,7 @@ class RoundRunner:
         while widest < most_blocks:
             widest *= 4
         place = self.capture.device
-        # One more row is nobody's, and all are finite: where only some drafts are verified, old ones are sampled from.
+        # One extra row for padding. All rows stay finite, because unverified drafts sample from old values.
         rows = max(most_tokens, slots) + 1
         logits_SV = untouched_zeros(rows, vocab_size, dtype=model.logits_dtype, device=place)
         self.model, self._logits_SV, like_X = model, logits_SV, None
@@ -72,7 +72,7 @@ class RoundRunner:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
             like_X = torch.empty(width, dtype=model.dtype, device=place)
-        # On a CPU nothing is captured and the device's numbers are the host's: no pass is padded.
+        # On a CPU nothing is captured and the host can read the state, so passes need no padding.
         exact = place.type == "cpu" and not self.capture.enabled
         self.state = RoundState(
             slots=slots,
@@ -96,27 +96,27 @@ class RoundRunner:
         self.graphs = RoundGraphs(self.capture, self.queue, passes, room=room, blocks=self._usual_blocks, tree=tree)
         self.shapes = self.graphs.shapes
         self._drafts = drafter is not None
-        self._stays = [NOBODY] * slots
-        """Who sits where, by the numbers of their stays (`SequenceState.stay`)."""
-        self._tables = [NOBODY] * slots
-        """Whose blocks the device has (`SequenceState.table`): where that is the same, nothing needs a look."""
+        self._stays = [NONE] * slots
+        """Residency number (`SequenceState.stay`) of the request in each slot."""
+        self._tables = [NONE] * slots
+        """Block table version (`SequenceState.table`) that the device has for each slot."""
         self._blocks: list[list[int]] = [[] for _ in range(slots)]
         """Block tables as the device has them, by slot."""
         self._decoding: set[int] = set()
-        """Stays whose prompts are read."""
+        """Residency numbers of requests whose prompts are read."""
         self._by_slot = np.zeros((4, slots), dtype=np.int64)
-        """Blocks, the depth asked for, whether the drafter follows, and states that may wait for it."""
+        """By slot: number of blocks, requested depth, whether the drafter follows, bound of states waiting for it."""
         self._block_counts, self._asked, self.follows, self.waiting = self._by_slot
         self._kept_needs: tuple[list[int], Needs] = [], NOTHING
 
     def split(self, rows: Sequence[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
-        """Rows that decode, whose newest token the device has or will have, and those that read."""
+        """Split into rows that decode, whose newest token the device has or will have, and rows that read prompts."""
         decoding = [row for row in rows if row.seq.stay in self._decoding]
         return decoding, [] if len(decoding) == len(rows) else [r for r in rows if r.seq.stay not in self._decoding]
 
     @property
     def bytes(self) -> int:
-        """Memory taken beside weights and blocks."""
+        """Memory besides weights and KV caches."""
         return self.graphs.bytes + self._logits_SV.nbytes + self.state.bytes
 
     # --- a round -----------------------------------------------------------------------------------------------
@@ -128,12 +128,12 @@ class RoundRunner:
         tree: Tree | None = None,
         drafter_depth: int | None = None,
     ) -> Round:
-        """A round of requests that decode, with up to `row.drafts` drafts for each.
+        """Prepare a round of decoding requests with up to `row.drafts` drafts each.
 
-        The drafter drafts no deeper than `drafter_depth`, if one is given. With a tree each row grows one within its
-        slots, but not where the host makes masks: one for every node would take it longer than trees gain.
+        `drafter_depth` limits the drafter's own drafts. With `tree` each row grows a tree within its draft slots,
+        except where the host computes masks: one mask per node would cost more than trees gain.
         """
-        needs, slot_R = self._take_seats(rows)
+        needs, slot_R = self._update_slots(rows)
         block_counts, asked, follows, _ = self._by_slot[:, slot_R].tolist()
         bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(max(block_counts))
         drafts, trees = [row.drafts for row in rows], None
@@ -149,19 +149,19 @@ class RoundRunner:
         own_depth = 0
         if self._drafts and depth:
             own_depth = depth if drafter_depth is None else min(depth, self.shapes.depth_for(drafter_depth))
-        made = Round(rows=rows, slot_R=slot_R, of_prompts=False, bucket=bucket, blocks=blocks, needs=needs)
-        made.drafts, made.depth, made.drafter_depth, made.trees = drafts, depth, own_depth, trees
+        round_ = Round(rows=rows, slot_R=slot_R, of_prompts=False, bucket=bucket, blocks=blocks, needs=needs)
+        round_.drafts, round_.depth, round_.drafter_depth, round_.trees = drafts, depth, own_depth, trees
         if trees is not None:
-            made.run_verify = self.graphs.verifying_trees(trees, blocks)
-            made.run_sample = self.graphs.sampling_trees(trees, needs)
+            round_.run_verify = self.graphs.verifying_trees(trees, blocks)
+            round_.run_sample = self.graphs.sampling_trees(trees, needs)
         else:
-            made.run_verify = self.graphs.verifying(bucket, blocks, depth, followed=any(follows))
-            made.run_sample = self.graphs.sampling(bucket, depth, needs)
-        return made
+            round_.run_verify = self.graphs.verifying(bucket, blocks, depth, followed=any(follows))
+            round_.run_sample = self.graphs.sampling(bucket, depth, needs)
+        return round_
 
     def begin_read(self, rows: Sequence[ScheduledRow]) -> Round:
-        """Chunks of prompts, all in one pass; behind those that end a token is chosen."""
-        needs, slot_R = self._take_seats(rows)
+        """Prepare a round of prompt chunks, read in one pass; a token is sampled for chunks that end their prompt."""
+        needs, slot_R = self._update_slots(rows)
         bucket = self.graphs.chunk_rows_for(len(rows))
         blocks = self._block_bucket(int(self._block_counts[slot_R].max()))
         ids, behind, kept, start, told = list[int](), list[int](), list[int](), [0], list[int]()
@@ -173,7 +173,7 @@ class RoundRunner:
             again = min(max(0, row.seq.written_length - row.start), row.count)
             kept += [1] * again + [0] * (row.count - again)
             start.append(len(ids))
-        made = Round(rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs)
+        round_ = Round(rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs)
         followed = bool(self.follows[slot_R].any())
         asked, device = None, self.capture.device
         if told:
@@ -184,58 +184,58 @@ class RoundRunner:
                 alternatives=min(most, self._logits_SV.shape[1]),
             )
         inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=followed, asked=asked)
-        made.run_sample = self.graphs.sampling(bucket, 0, needs)
+        round_.run_sample = self.graphs.sampling(bucket, 0, needs)
         start += [len(ids)] * (bucket + 1 - len(start))
-        bring = inputs.staged(ids=ids, behind=behind, kept=kept, start=start, base=[row.start for row in rows])
+        send = inputs.staged(ids=ids, behind=behind, kept=kept, start=start, base=[row.start for row in rows])
 
         def run() -> None:
-            self.queue.run(bring)
+            self.queue.run(send)
             self.queue.run(read)
             if asked is not None:
-                made.prompt_output = self._bring(asked.take, *asked.shape)
+                round_.prompt_output = self._copy_to_host(asked.take, *asked.shape)
 
-        made.run_verify, made.drafter_reads = run, followed
-        return made
+        round_.run_verify, round_.drafter_reads = run, followed
+        return round_
 
-    def verify(self, made: Round) -> None:
-        """Queue the target's pass."""
-        self.send_rows(made)
-        if made.masked and made.depth:
-            state, shape = self.state, (len(made.rows), made.depth)
-            # The host makes a mask behind each of them.
-            made.drafts_RK = self._bring(lambda: state.drafts_RK[: shape[0], : shape[1]], *shape)
-            made.drafted = self.queue.mark()
-        if not made.of_prompts:
-            self.queue.run(made.run_verify)
+    def verify(self, round_: Round) -> None:
+        """Queue the target's pass over a round."""
+        self.send_rows(round_)
+        if round_.masked and round_.depth:
+            state, shape = self.state, (len(round_.rows), round_.depth)
+            # The host needs the drafts for their masks.
+            round_.drafts_RK = self._copy_to_host(lambda: state.drafts_RK[: shape[0], : shape[1]], *shape)
+            round_.drafted = self.queue.mark()
+        if not round_.of_prompts:
+            self.queue.run(round_.run_verify)
             return
-        made.run_verify()
-        for slot, row in zip(made.slot_R, made.rows, strict=True):
+        round_.run_verify()
+        for slot, row in zip(round_.slot_R, round_.rows, strict=True):
             self.waiting[slot] = 1
             if row.samples:
                 self._decoding.add(row.seq.stay)
 
-    def accept(self, made: Round, mask_NV: Tensor | None = None) -> None:
-        """Queue the choice of tokens, and their way to the host."""
+    def accept(self, round_: Round, mask_NV: Tensor | None = None) -> None:
+        """Queue sampling and acceptance, and the copy of the results to the host."""
 
         def take() -> None:
-            made.output = made.run_sample(mask_NV)
+            round_.output = round_.run_sample(mask_NV)
 
-        rows = len(made.rows)
+        rows = len(round_.rows)
         if self.graphs.exact:
             self.queue.run(take)
         else:
-            made.output = self._bring(lambda: made.run_sample(mask_NV)[:rows], rows, made.line.width)
-        made.landed = self.queue.mark()
+            round_.output = self._copy_to_host(lambda: round_.run_sample(mask_NV)[:rows], rows, round_.line.width)
+        round_.landed = self.queue.mark()
 
-    def send_rows(self, made: Round) -> None:
-        """Tell the device which rows the next passes are for, once."""
-        if not made.sent:
-            samples = [row.samples for row in made.rows] if made.of_prompts else 1
-            self.state.send_rows(self.queue, made.slot_R, made.drafts or 0, samples)
-            made.sent = True
+    def send_rows(self, round_: Round) -> None:
+        """Send the round's rows to the device, unless that was done."""
+        if not round_.sent:
+            samples = [row.samples for row in round_.rows] if round_.of_prompts else 1
+            self.state.send_rows(self.queue, round_.slot_R, round_.drafts or 0, samples)
+            round_.sent = True
 
     def queue_timed(self, run: Callable[[], object] | None) -> Callable[[], float]:
-        """Queue a pass, if there is one; gives its seconds on the device, to be asked when it has run."""
+        """Queue a pass, if given; returns a function for its seconds, to be called after it has run."""
         if run is None:
             return no_time
         began = self.queue.mark()
@@ -244,32 +244,32 @@ class RoundRunner:
         return lambda: ended.seconds_since(began)
 
     def states_of(self, seq: SequenceState) -> Tensor:
-        """The states [T, X] that wait for the drafter; nothing may be in flight."""
+        """States [T, X] that wait for the drafter. Nothing may be in flight."""
         assert self.state.states_SLX is not None
         position_T = torch.arange(seq.drafter_length, seq.target_length, device=self.state.device)
         return self.state.states_SLX[slot_of(seq), position_T % self.state.ring]
 
-    def _bring(self, compute: Callable[[], Tensor], *shape: int) -> Tensor:
-        """Numbers of the device on their way to the host: there once a mark behind this has been waited for."""
+    def _copy_to_host(self, compute: Callable[[], Tensor], *shape: int) -> Tensor:
+        """Start a copy of device integers to the host, complete once a mark queued after it was waited for."""
         host = torch.empty(shape, dtype=torch.int64, pin_memory=self.capture.device.type == "cuda")
         self.queue.run(lambda: host.copy_(compute(), non_blocking=True))
         return host
 
     # --- seats -------------------------------------------------------------------------------------------------
 
-    def _take_seats(self, rows: Sequence[ScheduledRow]) -> tuple[Needs, Integers]:
-        """Tell the device of requests that are new in their slots, and of new blocks; what all need, their slots."""
+    def _update_slots(self, rows: Sequence[ScheduledRow]) -> tuple[Needs, Integers]:
+        """Send new requests and changed block tables to the device; returns the sampling needs and the slots."""
         slots, tables, kept_slots = [slot_of(row.seq) for row in rows], self._tables, self._kept_needs[0]
         changed = [row.seq for row, slot in zip(rows, slots, strict=True) if tables[slot] != row.seq.table]
         new = [seq for seq in changed if self._stays[slot_of(seq)] != seq.stay]
         for seq in new:
-            self._take_seat(seq)
+            self._reset_slot(seq)
         if new:
             self.queue.run(self.sampling.admit([slot_of(seq) for seq in new], new))
         for seq in changed:
             self._send_blocks(seq)
         self.state.send(self.queue)
-        # The same requests need the same, until one has the length before which it may not stop.
+        # Needs stay the same for the same requests, until one reaches its minimum length.
         if new or slots != kept_slots or self._kept_needs[1].early:
             self._kept_needs = slots, self.sampling.needs([row.seq for row in rows])
         return self._kept_needs[1], np.array(slots)
@@ -277,17 +277,17 @@ class RoundRunner:
     def _send_blocks(self, seq: SequenceState) -> None:
         slot, settled = slot_of(seq), seq.target_length // self.model.cache.block_size
         sent, blocks = self._blocks[slot], seq.blocks
-        # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
+        # Blocks whose tokens are all read never change: only later entries can differ.
         if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
             first = min(settled, len(sent))
             self.state.set_blocks(slot, first, blocks[first:])
             sent[first:] = blocks[first:]
         self._tables[slot], self._block_counts[slot] = seq.table, len(blocks)
 
-    def _take_seat(self, seq: SequenceState) -> None:
+    def _reset_slot(self, seq: SequenceState) -> None:
         slot = slot_of(seq)
         self._decoding.discard(self._stays[slot])
-        self._stays[slot], self._tables[slot], self._blocks[slot] = seq.stay, NOBODY, []
+        self._stays[slot], self._tables[slot], self._blocks[slot] = seq.stay, NONE, []
         follows = self._drafts and seq.followed
         self.waiting[slot], self.follows[slot] = 0, follows
         speculation = seq.request.speculation
@@ -297,7 +297,7 @@ class RoundRunner:
         self.state.set("follows", slot, int(follows))
 
     def unfollow(self, seq: SequenceState) -> None:
-        """Let the drafter leave a request alone, to its end."""
+        """Stop the drafter from following a request, for the rest of its answer."""
         if seq.slot is not None and self._stays[seq.slot] == seq.stay:
             self.follows[seq.slot] = 0
             self.state.set("follows", seq.slot, 0)
@@ -305,8 +305,8 @@ class RoundRunner:
     # --- buckets -----------------------------------------------------------------------------------------------
 
     def _depth_for(self, deepest: int, asked: Sequence[int], bucket: int) -> int:
-        """Drafts of a row that are captured together with the deepest of these; fewer if they outnumber the logits."""
-        # What all ask for, or they would need other graphs towards their end, also for the last token.
+        """Depth of the captured pass for these drafts; less if they would exceed the logits buffer."""
+        # If all have a fixed depth, keep it to the end of their answers, so that no other graph is needed.
         depth = max(asked) if all(asked) and not self.graphs.exact else self.shapes.depth_for(deepest)
         return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
 
@@ -318,6 +318,6 @@ class RoundRunner:
 
 
 def slot_of(seq: SequenceState) -> int:
-    """The slot of a request that runs."""
+    """Slot of a running request."""
     assert seq.slot is not None, f"request {seq.key} has no slot"
     return seq.slot

@@ -1,25 +1,24 @@
-"""What a round knows of every request, in memory of the device that stays from step to step.
+"""Per-request state of rounds, in device memory that persists between steps.
 
-Every running request has a slot; one more slot is nobody's and takes what padding writes. Of a request whose target has
-read t tokens and whose drafter has read d <= t:
+Every running request has a slot; one extra slot takes the writes of padding. For a request whose target has read t
+tokens and whose drafter has read d <= t:
 
-    length     t: the newest token, at position t, has been chosen and not read
+    length     t: the newest token, at position t, is chosen but not read
     drafted    d
-    limit      the most tokens it may come to, prompt included; a request with length + 1 >= limit has ended
-    follows    whether the drafter reads along
-    tokens     a ring: the token at position p lies at p % ring
-    states     a ring: the target's auxiliary states of position p lie at p % ring
-    table      its blocks
+    limit      maximum length, prompt included; a request with length + 1 >= limit has ended
+    follows    whether the drafter reads its tokens
+    tokens     ring buffer: the token at position p is at p % ring
+    states     ring buffer: the target's auxiliary states of position p are at p % ring
+    table      block table
 
-Both rings hold positions d to t, and a pass over 1 + depth tokens writes as many behind them: the ring is long enough
-as long as whoever launches passes lets the drafter read in time (`most_waiting`).
+Both rings hold positions d to t, and a pass over 1 + depth tokens writes that many behind them. They suffice if the
+drafter reads in time (`most_waiting`).
 
-The host writes single numbers (`set`, sent together by `send`) where it knows better than the device: for requests that
-come, and for blocks. All else is computed by passes (`round_passes.py`).
+The host writes numbers of new requests and new blocks (`set`, sent together by `send`). Passes compute everything else
+(`round_passes.py`).
 
-`row_slot`, `row_depth` and `row_samples` are the rows of the pass that is launched next; `drafts`, `sure` and `depth`
-what its draft leaves for its verification; `offers` what the host has looked up to be drafted
-(`kernels/round_offers.py`). All of them are by row, not by slot.
+By row, not by slot: `row_slot`, `row_depth` and `row_samples` describe the rows of the next pass; `drafts`, `sure` and
+`depth` carry its drafts to verification; `offers` are suffix drafts from the host (`kernels/round_offers.py`).
 
 Shapes: S slots and one, R rows, P blocks of a request, X concatenated auxiliary states, K deepest draft.
 """
@@ -40,18 +39,18 @@ from eyas.plan.footprint import ring_length
 
 
 class SentOffer(NamedTuple):
-    """What the host has looked up for a row, perhaps a step ago."""
+    """Suffix drafts for a row, perhaps looked up a step ago."""
 
     known: int
-    """Tokens of the request that it knew."""
+    """Length of the request at the look-up."""
     expected: Sequence[int]
-    """Those behind them."""
+    """Tokens expected behind them."""
     confirmed: bool = False
-    """Whether they are to be drafted only where the drafter drafts the same, as far as it drafts."""
+    """Whether to draft them only where the drafter's own drafts agree, as far as these go."""
 
 
 class RoundState:
-    """The requests' numbers on the device."""
+    """Numbers of all requests on the device."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class RoundState:
         ring: int = 0,
         offers: bool = False,
     ) -> None:
-        """With `offers` there is room for what the host looks up. The `ring` is as told, or just long enough."""
+        """`offers` makes room for suffix drafts. The `ring` length is the shortest possible unless given."""
         self.slots, self.nobody, self.blocks, self.max_depth = slots, slots, blocks, max_depth
         self.ring, self.device = ring or ring_length(max_depth), device
         sizes = {"length": 1, "drafted": 1, "limit": 1, "follows": 1, "tokens": self.ring, "table": blocks}
@@ -91,46 +90,45 @@ class RoundState:
         self.drafts_RK = torch.zeros(slots, max_depth, dtype=torch.int64, device=device)
         self.sure_RK = torch.zeros(slots, max_depth, dtype=torch.float32, device=device)
         self.depth_R = torch.zeros(slots, dtype=torch.int64, device=device)
-        # The step before may give 1 + max_depth of the expected tokens, and max_depth more are drafted.
+        # The previous step may yield 1 + max_depth of the expected tokens, and max_depth more are drafted.
         self.most_expected = 2 * max_depth + 1
         self.offers_RC = torch.zeros(slots * offers, 3 + self.most_expected, dtype=torch.int64, device=device)
         self._changes: dict[int, int] = {}
 
     @cached_property
     def arrays(self) -> RoundArrays:
-        """The numbers where they lie, on a CPU."""
+        """NumPy views of the numbers, on a CPU."""
         return RoundArrays(self)
 
     @cached_property
     def states_NX(self) -> Tensor | None:
-        """The rings of states of all slots, one behind another."""
+        """State rings of all slots, concatenated."""
         return None if self.states_SLX is None else self.states_SLX.flatten(0, 1)
 
     @property
     def most_waiting(self) -> int:
-        """States of a request that may wait for the drafter when the deepest pass begins."""
+        """Most states of a request that may wait for the drafter when the deepest pass begins."""
         return self.ring - (self.max_depth + 1)
 
     @property
     def bytes(self) -> int:
-        """Memory taken."""
         kept = (self._arena, self.states_SLX, self._rows_3R, self.drafts_RK, self.sure_RK, self.depth_R, self.offers_RC)
         return sum(x.nbytes for x in kept if x is not None)
 
     def set(self, name: str, slot: int, value: int, at: int = 0) -> None:
-        """Let a number of a slot be this from the next pass on."""
+        """Schedule a write to a slot, effective from the next `send`."""
         offset, size = self._offsets[name]
         self._changes[offset + slot * size + at] = value
 
     def set_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """Let these be blocks of a slot, from number `first` on."""
+        """Schedule writes to a slot's block table, from entry `first` on."""
         offset, size = self._offsets["table"]
         at = offset + slot * size + first
         for place, block in enumerate(blocks, at):
             self._changes[place] = block
 
     def send(self, queue: DeviceQueue) -> None:
-        """Bring what was set to the device, ahead of what is put in after it."""
+        """Queue the scheduled writes, ahead of later passes."""
         if not self._changes:
             return
         changes, self._changes = self._changes, {}
@@ -144,7 +142,7 @@ class RoundState:
         queue.run(change)
 
     def send_rows(self, queue: DeviceQueue, slots: NDArray[np.int64], depths: ArrayLike, samples: ArrayLike) -> None:
-        """The rows of the next pass; those behind them are nobody's. One number may stand for all rows'."""
+        """Send the rows of the next pass, padded; a single number applies to all rows."""
         numbers, rows = np.zeros(self._rows_3R.shape, dtype=np.int64), len(slots)
         numbers[0] = self.nobody
         numbers[0, :rows], numbers[1, :rows], numbers[2, :rows] = slots, depths, samples
@@ -152,7 +150,7 @@ class RoundState:
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
 
     def send_offers(self, queue: DeviceQueue, offers: Sequence[SentOffer | None]) -> None:
-        """What was looked up for the rows of the next pass."""
+        """Send suffix drafts for the rows of the next pass."""
         numbers = np.zeros(self.offers_RC.shape, dtype=np.int64)
         for row, offer in enumerate(offers):
             if offer is not None:
@@ -163,15 +161,15 @@ class RoundState:
         queue.run(lambda: self.offers_RC.copy_(sent_RC, non_blocking=True))
 
     def blank_rows(self) -> None:
-        """Nobody takes part: for a pass that is run to be captured."""
+        """Make all rows padding, for a pass that is run to be captured."""
         self.row_slot.fill_(self.nobody)
         self.row_samples.zero_()
 
 
 def to_send(numbers: "np.ndarray[tuple[int, ...], np.dtype[Any]]", device: torch.device) -> Tensor:
-    """Numbers of the host where a copy to the device can take them without the host waiting for it.
+    """Copy host numbers to fresh memory, pinned for CUDA, so that sending them to the device is asynchronous.
 
-    Memory of its own each time: what was sent before may not have been read yet. Torch keeps pinned memory until then.
+    An earlier copy may still be read; torch keeps pinned memory until then.
     """
     sent = torch.from_numpy(numbers)
     return sent.pin_memory() if device.type == "cuda" else sent

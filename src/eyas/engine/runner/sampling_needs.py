@@ -1,7 +1,7 @@
-"""What a batch asks of the sampler, as a small value: what nobody asks for is not computed.
+"""The sampling options that a batch uses, so that unused ones are not computed.
 
-It is part of a captured graph's bucket, so it has few values. Whatever covers the needs of a batch gives the same
-tokens: an option that a row does not use is neutral there.
+The value is part of a captured graph's key, so it is coarse. Needs that exceed those of a batch give the same tokens,
+because options that a row does not use are neutral.
 """
 
 from functools import lru_cache
@@ -14,37 +14,36 @@ _FIRST_HEAD, _NEXT_HEAD = 64, 8
 
 
 class Needs(NamedTuple):
-    """The options that some row of a batch uses. Without any, the largest logit is the answer everywhere."""
+    """Options used by some row of a batch. With none of them, every row takes the largest raw logit."""
 
     sampled: bool = False
-    """Temperature above 0. Only then do the cuts matter."""
+    """Temperature above 0. Cuts matter only then."""
     min_p: bool = False
     top_k: int = 0
-    """How many of the largest logits every top-k lies within, coarsely; 0 if nobody has one."""
+    """Coarse upper bound of all top-k values; 0 if unused."""
     top_p: bool = False
     biased: bool = False
-    """Logit bias, allowed tokens, or tokens that may never come."""
+    """Logit bias, allowed tokens, or bad words of one token."""
     penalised: bool = False
-    """Penalties, which count the tokens before."""
+    """Penalties on earlier tokens."""
     early: bool = False
-    """Stop tokens may not come yet."""
+    """Stop tokens banned before a minimum length."""
     masked: bool = False
-    """The host has to say which tokens may come."""
+    """A mask from the host."""
     logprobs: int = NO_LOGPROBS
-    """Alternatives beside each chosen token, all that may be asked for or 0; `NO_LOGPROBS` if nobody wants logprobs."""
+    """Alternatives per chosen token, 0 or the maximum; `NO_LOGPROBS` if no logprobs are requested."""
 
     @property
     def greedy(self) -> bool:
-        """Whether the largest raw logit is the answer everywhere."""
+        """Whether every row takes its largest raw logit."""
         return not (self.sampled or self.shaped)
 
     @property
     def shaped(self) -> bool:
-        """Whether even the most likely token may be another one than by the raw logits."""
+        """Whether options may change the most likely token."""
         return self.biased or self.penalised or self.early
 
     def __or__(self, other: "Needs") -> "Needs":
-        """What covers both."""
         return Needs._make(map(max, self, other))
 
 
@@ -52,7 +51,7 @@ NOTHING = Needs()
 
 
 def sampling_needs(seq: SequenceState, vocab_size: int) -> Needs:
-    """What a request needs at its next token. Equal ones are one object."""
+    """Needs of a request for its next token. Equal values are one object."""
     request, sampling = seq.request, seq.request.sampling
     sampled, head = sampling.temperature > 0, 0
     if sampled and 0 < sampling.top_k < vocab_size:
@@ -81,5 +80,5 @@ def _one(needs: Needs) -> Needs:
 
 
 def needs_mask(seq: SequenceState) -> bool:
-    """Whether the host has to say which tokens may come: for a grammar, and for bad words of several tokens."""
+    """Whether the host must compute masks: for a grammar, and for bad words of several tokens."""
     return seq.matcher is not None or any(len(word) > 1 for word in seq.request.bad_words)

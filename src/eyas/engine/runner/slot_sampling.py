@@ -1,15 +1,15 @@
-"""Tokens of many requests on the device, by options that lie in its buffers, by slot.
+"""Sampling for a batch of requests on the device, with options stored by slot.
 
-The token at a position is argmax p / E: p is the target's distribution with every option applied (`eyas/sampling.py`),
-E the request's own noise for that position (`kernels/noise.py`). A greedy request takes the largest logit. Nothing here
-reads a draft before the target's token is chosen, and a draft is accepted if it is that token.
+The token at a position is argmax p / E: p is the target's distribution after all options (`eyas/sampling.py`), E is the
+request's own exponential noise for that position (`kernels/noise.py`). A greedy request takes the largest logit. Drafts
+are not used to choose the target's token; a draft is accepted if it equals that token.
 
-Rows of all kinds go through the same operations with numbers of their own, and nothing looks at a number on the host,
-so a step can be launched before the last one's tokens are known, and captured. What another row asks for is neutral to
-a row, as x / 1 and x + 0 are: its token is the same in any company. Tests choose the same tokens request by request
-(`tests/oracle/sampler.py`).
+All rows go through the same operations, each with its own numbers, and the host reads none of them. So sampling can be
+launched before the previous step's tokens are known, and captured. Options of other rows are neutral to a row, as in
+x / 1 or x + 0, so its token is the same in any batch. `tests/oracle/sampler.py` samples the same tokens, one request
+after another.
 
-Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q, V vocabulary, W that of the draft.
+Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q, V target and W draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -29,33 +29,33 @@ from eyas.kernels.tree_nodes import TreeNodes
 from eyas.sampling import IMPOSSIBLE
 
 MOST_AT_ONCE = 2**25
-"""Logits that are sampled from together, which bounds the memory that noise takes."""
+"""Most logits sampled from together, to bound the memory for noise."""
 FAINT = 1e-20
-"""Weight of a token as a sibling that the cuts took out of q."""
+"""Weight of siblings that top-k, top-p or min-p removed from q."""
 
 
 class SlotSampling:
-    """Chooses tokens for slots. One slot more than asked for is a dummy for padding rows: the last one."""
+    """Chooses tokens for slots. One extra slot, the last, is a dummy for padding rows."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._tables = SlotTables(slots, vocab_size, device)
         self._vocab_size = vocab_size
         self._index_V = torch.arange(vocab_size, device=device)
         self._needs: WeakKeyDictionary[SequenceState, Needs] = WeakKeyDictionary()
-        """Of requests that have had a slot."""
+        """Needs of requests that have had a slot."""
 
     def admit(self, slots: Sequence[int], seqs: Sequence[SequenceState]) -> Send:
-        """Give slots to requests. What the host knows is read now; the returned function copies it to the device.
+        """Assign slots to requests. Host data is read now; the returned function copies it to the device.
 
-        The tokens of a request at this time are those that penalties count; `note` adds the later ones.
+        Penalties count the tokens that a request has now; `note` adds later ones.
         """
         for seq in seqs:
             self._needs[seq] = sampling_needs(seq, self._vocab_size)
         return self._tables.admit(slots, seqs)
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
-        """What these requests, which have slots, need now. Tokens that the host has not seen yet do no harm."""
-        # Equal needs are one object, and its name is cheaper to compare than all it says.
+        """Union of the needs of these requests, which have slots."""
+        # Equal needs are one object, so comparing ids is enough.
         found = {id(needs): needs for needs in map(self._needs_of, seqs)}
         return reduce(Needs.__or__, found.values(), NOTHING)
 
@@ -75,10 +75,10 @@ class SlotSampling:
         *,
         trees: TreeNodes | None = None,
     ) -> Tensor:
-        """The target's own tokens [R, Q]: token q of a row, at its position + q, behind its drafts[:q].
+        """Choose the target's tokens [R, Q]: token q of a row is at its position + q, behind its drafts[:q].
 
-        `needs` may be more than the rows have. The mask says which tokens may come; something must be left in each row.
-        Where drafts are the kept nodes of trees, token q stands behind those on its way.
+        `needs` may exceed what the rows use. The mask marks tokens that may come, at least one per row. With trees,
+        drafts are the kept nodes, and token q follows those on its path.
         """
         rows, width = len(slot_R), 1 + drafts_RK.shape[1]
         if mask_NV is not None:
@@ -114,9 +114,9 @@ class SlotSampling:
         return sample(logits_RQV, numbers, position_RQ, self._index_V, needs)
 
     def draw(self, q_logits_RW: Tensor, slot_R: Tensor, position_R: Tensor, token_W: Tensor, needs: Needs) -> Tensor:
-        """Where in the draft vocabulary the draft of each row stands [R]: argmax q / E.
+        """Draft a token per row: index in the draft vocabulary [R] of argmax q / E, with temperature and cuts applied.
 
-        token_W are its target ids, which count the noise. Only temperature and cuts are heeded, as there.
+        token_W are the target ids of the draft vocabulary, by which noise is indexed.
         """
         if not needs.sampled:
             return q_logits_RW.argmax(dim=-1)
@@ -126,7 +126,7 @@ class SlotSampling:
     def draw_many(
         self, q_logits_RW: Tensor, slot_R: Tensor, position_R: Tensor, token_W: Tensor, needs: Needs, width: int
     ) -> Tensor:
-        """Siblings [R, width], the first by q / E, the most promising first."""
+        """Draft siblings [R, width]: the first by q / E, then in order of promise."""
         q_logits_RW = q_logits_RW.float()
         if not needs.sampled:
             return q_logits_RW.topk(width, dim=-1).indices
@@ -138,7 +138,7 @@ class SlotSampling:
         return first_many(q_RW, q_logits_RW, greedy_R, seed_R, position_R, token_W, width)
 
     def note(self, slot_R: Tensor, token_RQ: Tensor, new_R: Tensor, needs: Needs) -> None:
-        """The first new_R tokens of each row are now part of its output."""
+        """Record that the first new_R tokens of each row were added to its output."""
         if needs.penalised:
             self._tables.count(slot_R, token_RQ, self._index_V[: token_RQ.shape[1]] < new_R[:, None])
 
@@ -152,7 +152,7 @@ class SlotSampling:
         needs: Needs,
         numbers: SlotNumbers,
     ) -> Tensor:
-        """`sampling.shape_counted`, then stop tokens that come too early."""
+        """Apply allowed tokens, bias and penalties, then forbid stop tokens that come too early."""
         if needs.biased:
             logits_RQV = logits_RQV + self._tables.rows("bias", slot_R)[:, None]
         marks_R1V = self._tables.rows("marks", slot_R)[:, None] if needs.penalised or needs.early else None
@@ -172,7 +172,7 @@ class SlotSampling:
         return logits_RQV
 
     def _output_counts(self, slot_R: Tensor, drafts_RK: Tensor, sees_RQ: Tensor | None) -> Tensor:
-        """How often each token is in the output with the drafts before it [R, Q, V]."""
+        """Count each token in the output and in the drafts before each position [R, Q, V]."""
         (rows, depth), width = drafts_RK.shape, 1 + drafts_RK.shape[1]
         counts_RQV = self._tables.rows("counts", slot_R)[:, None].repeat(1, width, 1)
         if not depth:
@@ -181,13 +181,13 @@ class SlotSampling:
             before_RQK = (self._index_V[:depth] < self._index_V[:width, None]).expand(rows, -1, -1)
         else:
             before_RQK = (sees_RQ[..., None] >> self._index_V[1:width]) & 1
-        # Behind what is no draft nobody looks, but its place must exist.
+        # Padding drafts are never looked at, but must be valid indices.
         draft_RQK = drafts_RK.clamp(min=0)[:, None].expand_as(before_RQK)
         return counts_RQV.scatter_add_(-1, draft_RQK, before_RQK.to(counts_RQV.dtype))
 
 
 def sample(logits_RQV: Tensor, numbers: SlotNumbers, position_RQ: Tensor, token_V: Tensor, needs: Needs) -> Tensor:
-    """The winners [R, Q] of the races p / E with `sampling.probabilities` of each row; greedy rows' largest logits."""
+    """The winners [R, Q] of the races p / E with the probabilities of each row; greedy rows' largest logits."""
     rows, width, size = logits_RQV.shape
     p_NV = probabilities_by_row(logits_RQV, numbers, needs).view(-1, size)
     greedy_N, seed_N = (numbers[name].expand(rows, width).reshape(-1) for name in ("greedy", "seed"))
@@ -196,7 +196,7 @@ def sample(logits_RQV: Tensor, numbers: SlotNumbers, position_RQ: Tensor, token_
 
 
 def probabilities_by_row(logits_RQV: Tensor, numbers: SlotNumbers, needs: Needs) -> Tensor:
-    """`sampling.probabilities`, with the temperature and cuts of each row."""
+    """Probabilities with the temperature, min-p, top-k and top-p of each row."""
     rows, width, size = logits_RQV.shape
     logits_RQV = logits_RQV / numbers["temperature"][..., None]
     if needs.min_p:
@@ -208,7 +208,7 @@ def probabilities_by_row(logits_RQV: Tensor, numbers: SlotNumbers, needs: Needs)
         kth_R11 = top_k_R11.clamp(1, head) - 1
         top_RQK = logits_RQV.topk(head, dim=-1).values
         kth_RQ1 = top_RQK.gather(-1, kth_R11.expand(-1, width, -1))
-        # At least as many as there are tokens cut nothing, as 0 does.
+        # A top_k of at least the vocabulary keeps all tokens, as 0 does.
         kth_RQ1 = kth_RQ1.masked_fill((top_k_R11 == 0) | (top_k_R11 >= size), IMPOSSIBLE)
         logits_RQV = logits_RQV.masked_fill(logits_RQV < kth_RQ1, IMPOSSIBLE)
     p_RQV = logits_RQV.softmax(dim=-1)

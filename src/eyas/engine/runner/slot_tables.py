@@ -1,14 +1,14 @@
-"""Sampling options of running requests, by slot, in device buffers that never move.
+"""Sampling options of running requests, by slot, in device buffers at fixed addresses.
 
-The numbers of a request are one row, so that one operation brings those of a batch together. What an option says of
-every token of the vocabulary is a row of a table, and a table is only allocated once a request uses it: `bias`,
-`counts` (how often the output has a token) and `marks` (tokens of the prompt, stop tokens).
+A request's numbers are one row, so that one operation gathers those of a batch. Options with a value per token of the
+vocabulary are rows of tables, allocated when a request first uses one: `bias`, `counts` (occurrences of each token in
+the output) and `marks` (prompt tokens, stop tokens).
 
-A row of `counts` and `marks` may keep what the slot's last owner left if the new one has no use for it. A row of `bias`
-may not: it is added to the logits whoever owns the slot.
+Rows of `counts` and `marks` may hold data of a slot's previous request if the current one does not use them. Rows of
+`bias` may not, because they are added to everyone's logits.
 
-Shapes: S slots and one more, the dummy of padding rows; V vocabulary; R rows of a batch, Q tokens of each; M rows that
-are written, L tokens in them.
+Shapes: S slots and a dummy slot for padding, V vocabulary, R rows of a batch, Q tokens of each, M written rows, L
+tokens in them.
 """
 
 from collections import Counter
@@ -30,22 +30,22 @@ _NEUTRAL = dict(zip((*_INTEGERS, *_REALS), (0, 0, 1, 0, 1.0, 2.0, IMPOSSIBLE, 1.
 _WIDTH = len(_INTEGERS) + len(_REALS) // 2  # two float32 are as wide as one int64
 _TABLES = {"bias": torch.float32, "counts": torch.int32, "marks": torch.uint8}
 IN_PROMPT, IS_STOP = 1, 2
-"""Bits of a mark."""
+"""Bits of `marks`."""
 
 Send = Callable[[], None]
-"""Copies to the device, in the order of its stream."""
+"""Queues copies to the device."""
 
 
 class SlotNumbers:
-    """The numbers of some rows, by name; a row that does not use an option has a neutral one.
+    """Numbers of some rows, by name. Unused options have neutral values.
 
-    seed            of the request's noise
+    seed            seed of the request's noise
     top_k           0 keeps all tokens
-    greedy          1 if the largest logit is the answer
-    shortest        the first position at which a stop token may come
+    greedy          1 to take the largest logit
+    shortest        first position at which a stop token may come
     temperature     1 for greedy requests
-    top_p           above 1 keeps all
-    least           log min_p; minus infinity keeps all
+    top_p           above 1 keeps all tokens
+    least           log min_p; minus infinity keeps all tokens
     repetition, frequency, presence: the penalties
     """
 
@@ -54,25 +54,25 @@ class SlotNumbers:
         self._reals = packed_RX[..., len(_INTEGERS) :].view(torch.float32)
 
     def __getitem__(self, name: str) -> Tensor:
-        """One number of each row [R, 1]."""
+        """One number per row [R, 1]."""
         names, columns = (_INTEGERS, self._integers) if name in _INTEGERS else (_REALS, self._reals)
         return columns.narrow(-1, names.index(name), 1)
 
 
 @dataclass(eq=False)
 class _TableRows:
-    """Rows of a table as they shall be: one value everywhere, and others at some tokens."""
+    """New contents of table rows: one value everywhere, and others at some tokens."""
 
     slots: list[int] = field(default_factory=list)
     elsewhere: list[float] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    """Tokens, counted on from row to row of the table."""
+    """Flat indices of those tokens in the table."""
     there: list[float] = field(default_factory=list)
 
     def write(self, slot: int, vocab_size: int, there: Mapping[int, float], *, elsewhere: float = 0) -> None:
-        """Let a slot's row have these values at these tokens, and another one elsewhere.
+        """Set a slot's row to these values at these tokens, and another value elsewhere.
 
-        A request may name stop tokens that the target does not have. They never come.
+        Stop tokens outside of the vocabulary are ignored; they never come.
         """
         there = {token: value for token, value in there.items() if token < vocab_size}
         self.slots.append(slot)
@@ -82,30 +82,28 @@ class _TableRows:
 
 
 class SlotTables:
-    """Writes the options of slots and hands them out."""
+    """Stores the options of slots on the device."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._rows, self._vocab_size, self._device = slots + 1, vocab_size, device
         self._packed_SX = torch.from_numpy(_pack([_NEUTRAL] * self._rows)).to(device)
         self._tables: dict[str, Tensor] = {}
         self._biased: set[int] = set()
-        """Slots whose row of `bias` is not zero everywhere."""
+        """Slots whose `bias` row is not all zeros."""
 
     def numbers(self, slot_R: Tensor) -> SlotNumbers:
-        """Those of a batch."""
         return SlotNumbers(self._packed_SX.index_select(0, slot_R))
 
     def rows(self, name: str, slot_R: Tensor) -> Tensor:
-        """Rows [R, V] of `bias`, `counts` or `marks`."""
         return self._tables[name].index_select(0, slot_R)
 
     def count(self, slot_R: Tensor, token_RQ: Tensor, new_RQ: Tensor) -> None:
-        """Add tokens to what the outputs have, those where `new` is true."""
+        """Add tokens to the output counts where `new` is true."""
         place_RQ = slot_R[:, None] * self._vocab_size + token_RQ
         self._tables["counts"].view(-1).scatter_add_(0, place_RQ.flatten(), new_RQ.to(torch.int32).flatten())
 
     def admit(self, slots: Sequence[int], seqs: Sequence[SequenceState]) -> Send:
-        """Read the options of these requests now; sending them gives the slots to them."""
+        """Read the options of these requests; calling the result writes them to the slots."""
         tables = {name: _TableRows() for name in _TABLES}
         for slot, seq in zip(slots, seqs, strict=True):
             self._write_bias(tables["bias"], slot, seq)
@@ -118,7 +116,7 @@ class SlotTables:
         packed_MX = self._pin(torch.from_numpy(_pack([_numbers(seq) for seq in seqs])))
 
         def send() -> None:
-            self._packed_SX.index_copy_(0, self._bring(slot_M), self._bring(packed_MX))
+            self._packed_SX.index_copy_(0, self._to_device(slot_M), self._to_device(packed_MX))
             for one in sends:
                 one()
 
@@ -146,16 +144,16 @@ class SlotTables:
             if table is None:
                 table = torch.zeros(self._rows, self._vocab_size, dtype=dtype, device=self._device)
                 self._tables[name] = table
-            elsewhere_MV = self._bring(elsewhere_M)[:, None].expand(-1, self._vocab_size)
-            table.index_copy_(0, self._bring(slot_M), elsewhere_MV)
-            table.view(-1).index_copy_(0, self._bring(place_L), self._bring(there_L))
+            elsewhere_MV = self._to_device(elsewhere_M)[:, None].expand(-1, self._vocab_size)
+            table.index_copy_(0, self._to_device(slot_M), elsewhere_MV)
+            table.view(-1).index_copy_(0, self._to_device(place_L), self._to_device(there_L))
 
         return send
 
     def _pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
-    def _bring(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
 
@@ -163,7 +161,7 @@ def _numbers(seq: SequenceState) -> dict[str, float]:
     request, sampling = seq.request, seq.request.sampling
     numbers = _NEUTRAL | {
         "seed": request.seed,
-        # Without stop tokens the slot's marks may be those of its last owner.
+        # Without stop tokens, `marks` may hold those of the slot's previous request.
         "shortest": seq.prompt_length + request.min_new_tokens if request.stop_ids else 0,
         "repetition": sampling.repetition_penalty,
         "frequency": sampling.frequency_penalty,
@@ -179,7 +177,7 @@ def _numbers(seq: SequenceState) -> dict[str, float]:
 
 
 def _pack(rows: Sequence[Mapping[str, float]]) -> NDArray[np.int64]:
-    """Numbers as integers and pairs of float32 [M, X], the form that `SlotNumbers` reads."""
+    """Pack numbers as integers and pairs of float32 [M, X], as `SlotNumbers` reads them."""
     packed = np.zeros((len(rows), _WIDTH), dtype=np.int64)
     packed[:, : len(_INTEGERS)] = [[row[name] for name in _INTEGERS] for row in rows]
     packed.view(np.float32)[:, 2 * len(_INTEGERS) :] = [[row[name] for name in _REALS] for row in rows]
@@ -187,7 +185,7 @@ def _pack(rows: Sequence[Mapping[str, float]]) -> NDArray[np.int64]:
 
 
 def _marks(seq: SequenceState) -> dict[int, int]:
-    """What the options have to know of tokens."""
+    """Marks of tokens that the request's options need."""
     request = seq.request
     marks = dict.fromkeys(request.prompt, IN_PROMPT) if request.sampling.penalises else {}
     for token in request.stop_ids if seq.new_tokens < request.min_new_tokens else ():

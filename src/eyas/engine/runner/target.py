@@ -1,13 +1,12 @@
-"""A target that reads and writes blocks, through transformers' attention interface (`target/attention.py`).
+"""Runs a target over KV cache blocks, through transformers' attention interface (`target/attention.py`).
 
-Who sees whom is known from the metadata of a pass alone, and what a target adds to causal attention must be found
-elsewhere: softcaps and most windows come with every call, other windows stand in the configuration. Whatever cannot be
-honoured is refused.
+The metadata of a pass defines causal attention. Softcaps and most windows come with each layer's call; other windows
+are read from the configuration. Targets whose attention cannot be reproduced are refused.
 
-Invariant: a target that was accepted has been tried. One token is run through a cache of one block first; so refusals
-come before memory is taken, and the blocks' true size is known.
+Every target is first run on one token, with a cache of one block. So refusals come before memory is allocated, and the
+size of a block is known.
 
-Shapes: N tokens of a pass, M logits asked for, V vocabulary, H query heads, G key heads, K head dim.
+Shapes: N tokens of a pass, M requested logits, V vocabulary, H query heads, G key heads, K head dim.
 """
 
 import math
@@ -29,10 +28,7 @@ from eyas.target.model import Target
 
 
 class TargetRunner:
-    """A target over a cache, whose memory is taken here.
-
-    How much a block takes can be learnt beforehand, with a cache of one block.
-    """
+    """A target over a KV cache, which is allocated here."""
 
     def __init__(self, target: Target, cache: KVCache) -> None:
         self.cache = cache
@@ -41,22 +37,22 @@ class TargetRunner:
         _refuse_other_layers(target)
         one_block = KVCache(blocks=1, block_size=cache.block_size, dtype=cache.dtype)
         calls = self._try(one_block)
-        self._windows = _unsaid_windows(target, {call.layer: call.window for call in calls})
+        self._windows = _configured_windows(target, {call.layer: call.window for call in calls})
         cache.reserve(one_block)
         self.calls = [replace(call, window=self._windows.get(call.layer, call.window)) for call in calls]
-        """What every layer asks of attention, in their order."""
+        """Attention parameters of every layer, in order."""
 
     def forward(self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None = None) -> Tensor:
-        """Run the tokens of a pass; logits [M, V] behind the tokens `keep_M`, or behind all of them."""
+        """Run a pass; returns logits [M, V] of the tokens `keep_M`, or of all."""
         return self._run(ids_N, metadata, keep_M, self.attend(metadata))
 
     def attend(self, metadata: AttentionMetadata, cache: KVCache | None = None) -> AttendFor:
-        """How the layers of a pass attend, over this cache or another."""
+        """Make the attention function of a pass, over this cache or another."""
         return partial(self._attend, PagedAttention(cache or self.cache, metadata), None)
 
     @torch.inference_mode()
     def _try(self, cache: KVCache) -> list[AttentionCall]:
-        """What every layer asks of attention, in their order."""
+        """Run one token and collect the attention parameters of every layer."""
         facts, device = self._target.facts, self._target.device
         metadata = AttentionMetadata.of(
             [AttentionRow(blocks=(0,), base=0, count=1)], block_size=cache.block_size, device=device
@@ -68,7 +64,7 @@ class TargetRunner:
         if sorted(layers) != list(range(facts.num_hidden_layers)):
             raise UserError(
                 f"{facts.source} asked for attention in layers {layers} of {facts.num_hidden_layers}; "
-                "blocks need a target whose every layer attends once"
+                "paged attention needs a target whose every layer attends once"
             )
         return sorted(calls, key=lambda call: call.layer)
 
@@ -99,7 +95,7 @@ class TargetRunner:
         window: int | None,
         sink_logit_H: Tensor | None,
     ) -> Tensor:
-        """The attention of one layer; what it asks for is noted in `calls`, if they are given."""
+        """Run the attention of one layer; its parameters are added to `calls`, if given."""
         layer: Any = module.layer_idx
         if calls is not None:
             (_, heads, head_dim), (_, key_heads, value_dim) = q_NHK.shape, v_NGK.shape
@@ -121,14 +117,14 @@ class TargetRunner:
 
 
 def _refuse_other_layers(target: Target) -> None:
-    """Refuse what can be told without running the target."""
+    """Refuse targets that are known not to work without running them."""
     config, source = target.model.config.get_text_config(), target.facts.source
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
-        raise UserError(f"{source} lies on several devices; blocks need it on one")
+        raise UserError(f"{source} lies on several devices; paged attention needs it on one")
     if "position_ids" not in signature(target.model.forward).parameters:
         raise UserError(
-            f"{source} ({target.facts.model_type}) counts positions by itself, and blocks need a target that is told "
-            "them; choose another target"
+            f"{source} ({target.facts.model_type}) takes no position_ids, which paged attention needs; choose another "
+            "target"
         )
     kinds = getattr(config, "layer_types", None)
     if kinds is None and getattr(config, "attention_chunk_size", None) is not None:
@@ -136,17 +132,17 @@ def _refuse_other_layers(target: Target) -> None:
     others = sorted(set(kinds or ()) - {"full_attention", "sliding_attention"})
     if others:
         raise UserError(
-            f"{source} has layers of type {', '.join(others)}; blocks serve full and sliding attention only"
+            f"{source} has layers of type {', '.join(others)}; only full and sliding attention are supported"
         )
     if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
         raise UserError(
-            f"{source} scales attention by positions that it counts itself (attn_temperature_tuning), and blocks need "
-            "a target that is told them; choose another target"
+            f"{source} scales attention by its own count of positions (attn_temperature_tuning), which paged attention "
+            "cannot provide; choose another target"
         )
 
 
-def _unsaid_windows(target: Target, said: Mapping[int, int | None]) -> dict[int, int]:
-    """Windows that layers have by their type and do not pass on; `said` is what they passed."""
+def _configured_windows(target: Target, said: Mapping[int, int | None]) -> dict[int, int]:
+    """Windows that the configuration gives to layers which do not pass one; `said` is what they passed."""
     config = target.model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     silent = [layer for layer, passed in said.items() if passed is None]

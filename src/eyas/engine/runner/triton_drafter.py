@@ -1,10 +1,10 @@
-"""The drafter's pass on a GPU by kernels (`kernels/llama/eagle_triton.py`); `drafter/model.py` says what is computed.
+"""The drafter's pass on a GPU in Triton kernels (`kernels/llama/eagle_triton.py`); `drafter/model.py` defines it.
 
-Keys and values go from the products to their slots in the cache, and states come from wherever the target left them:
-nothing is copied in between. All of it can be captured in CUDA graphs.
+Products write keys and values directly to their cache slots, and states are read where the target left them, without
+copies. All of it can be captured in CUDA graphs.
 
-Shapes: N tokens, M of them whose outcome is asked for, S states that are kept, D drafter hidden, X concatenated
-auxiliary states, W draft vocabulary, G key heads, K head dim.
+Shapes: N tokens, M of them whose output is requested, S stored states, D drafter hidden, X concatenated auxiliary
+states, W draft vocabulary, G key heads, K head dim.
 """
 
 from copy import copy
@@ -26,13 +26,13 @@ from eyas.kernels.llama.block import merge
 from eyas.kernels.llama.eagle_triton import TritonEagle
 
 TRIAL_BLOCK_SIZE = 16
-"""The usual one, so that the kernels which a trial compiles are those that serve."""
+"""The default block size, so that the trial compiles the kernels that serve."""
 
 
 class TritonDrafter(DraftPasses):
-    """One layer behind fused states, over the weights of a loaded drafter, which must not be moved or cast any more."""
+    """A drafter with one layer, over the weights of a loaded drafter, which must not be moved or cast afterwards."""
 
-    @torch.inference_mode(False)  # joined weights outlive the caller's mode
+    @torch.inference_mode(False)  # joined weights outlive the caller's inference mode
     @torch.no_grad()
     def __init__(self, drafter: Drafter) -> None:
         config = drafter.config
@@ -72,11 +72,11 @@ class TritonDrafter(DraftPasses):
 
     @property
     def phased(self) -> bool:
-        """Whether its weights have 8 bits, and rows are rounded to as many."""
+        """Whether its weights have 8 bits and its activations are rounded to 8 bits."""
         return self._eagle.phased
 
     def with_few_rows(self) -> "TritonDrafter | None":
-        """The same with products of their own for few tokens, where its weights are for them."""
+        """A copy with special products for few tokens, if its weights support them."""
         eagle, other = self._eagle.with_few_rows(), copy(self)
         if eagle is None:
             return None
@@ -84,15 +84,13 @@ class TritonDrafter(DraftPasses):
         return other
 
     def fuse(self, aux_NX: Tensor) -> Tensor:
-        """Norm each auxiliary state where the drafter does, and combine them."""
         return self._eagle.fuse(aux_NX)
 
     def fuse_rows(self, aux_SX: Tensor, row_N: Tensor) -> Tensor:
-        """The depth-0 states of some rows of auxiliary states, of any type."""
         return self._eagle.fuse(aux_SX, row_N)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
-        """Run one depth; over anything but blocks it is the model's own."""
+        """Run one depth; without paged attention by the model's own code."""
         if not isinstance(attend, PagedAttention):
             return super().step(hidden, token_ids, positions, attend)
         return self.step_for(hidden, token_ids, positions, attend, None)
@@ -100,7 +98,7 @@ class TritonDrafter(DraftPasses):
     def step_for(
         self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor | None
     ) -> DepthOutput:
-        """One depth of all tokens, for the outcome of some, or of all; later ones see all."""
+        """Run one depth over all tokens; returns the output of all, or of the tokens `keep_M`."""
         kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
         state_MD, normed_MD = self._eagle.run_depth(
             hidden_ND, token_N, position_N, attend.backend, kv, attend.window, keep_M
@@ -108,13 +106,12 @@ class TritonDrafter(DraftPasses):
         return DepthOutput(normed=normed_MD, feedback=normed_MD if self.model.config.norm_output else state_MD)
 
     def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
-        """Put keys and values in their slots."""
         kv = cache.memory(0, self._like_NGK, self._like_NGK)
         self._eagle.remember(hidden_ND, token_N, layout.position_N, layout.slot_mapping_N, kv)
 
 
 def _norm(*norms: nn.Module) -> FusedNorm:
-    """One norm, or several beside each other."""
+    """Make a fused norm of one norm, or of several side by side."""
     ours = [norm for norm in norms if isinstance(norm, RMSNorm)]
     if len(ours) < len(norms):
         raise NotEagleError(f"its norms are {', '.join(sorted({type(norm).__name__ for norm in norms}))}")
@@ -122,7 +119,7 @@ def _norm(*norms: nn.Module) -> FusedNorm:
 
 
 def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
-    """Try it; where rows are rounded to 8 bits, with rows as they are first (`kernels/llama/trial.py`)."""
+    """Try the drafter; with 8-bit activations, first without rounding them (`kernels/llama/trial.py`)."""
     tolerance = trial.TOLERANCE[drafter.norm.weight.dtype]
     if fused.phased:
         with rows_kept():
@@ -133,10 +130,10 @@ def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
 
 @torch.inference_mode()
 def _require_same(fused: TritonDrafter, drafter: Drafter, tolerance: float) -> None:
-    """Read some states, run a depth from others that lie across blocks, and some behind that.
+    """Compare with the model: read states, run a depth that crosses a block boundary, and further depths.
 
-    Each is given the model's own numbers, as deep errors tell nothing that a single one does not. There are many tokens
-    and few. All of it once more at the end of the context, where angles are large.
+    Each depth gets the model's own input, so that errors do not accumulate. Covers many and few tokens, at the start
+    and at the end of the context, where rotation angles are large.
     """
     config, weight, errors = drafter.config, drafter.norm.weight, trial.Errors()
     both: tuple[DraftPasses, ...] = fused, DraftPasses(drafter)

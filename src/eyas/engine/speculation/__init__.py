@@ -1,1 +1,1 @@
-"""How deep to draft, and why. No torch."""
+"""Choosing draft depths. No torch."""

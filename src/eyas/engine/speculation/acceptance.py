@@ -1,14 +1,13 @@
-"""How likely drafts are accepted, learned from the rounds that ran. No torch.
+"""Estimates how likely drafts are accepted, from the rounds that ran. No torch.
 
-a(j) is the chance that the draft of depth j is accepted when all before it were; S(j) = a(1) ... a(j) is the chance
-that it is accepted at all, and a round of depth k gives 1 + S(1) + ... + S(k) tokens in expectation.
+a(j) is the probability that the draft at depth j is accepted given that all before it were. S(j) = a(1) ... a(j) is the
+probability that it is accepted at all. A round of depth k yields 1 + S(1) + ... + S(k) tokens in expectation.
 
-    prior    a drafter's recorded acceptance, or a guess. It weighs as much as a few rounds, and fades like them. A
-             depth that was never tried is taken for a little worse than the depth before it
-    fading   old rounds weigh less than new ones
-    change   when the latest rounds contradict the estimate, what lies before them is nearly forgotten: the text or the
-             drafter has changed
-    extra    drafts that a tree of a shape has accepted beyond its line of first candidates
+    prior    the drafter's recorded acceptance, or a guess. It weighs as much as a few rounds and fades like them. A
+             depth that was never tried is assumed to be a little worse than the one before it
+    fading   older rounds weigh less
+    change   if the latest rounds contradict the estimate, earlier ones are nearly forgotten: text or drafter changed
+    extra    drafts that trees of a shape had accepted beyond their chain of first candidates
 """
 
 from collections import Counter, deque
@@ -19,56 +18,56 @@ from eyas.engine.speculation.step_report import RoundOutcome
 from eyas.plan.shapes import Shape
 
 GUESS = 0.65
-"""Acceptance of first drafts of a drafter of which nothing is known."""
+"""Assumed acceptance of an unknown drafter at depth 1."""
 DOUBT = 2.0
-"""Rounds that a prior weighs, and what is left of the past after a change or a long rest."""
+"""Weight of a prior in rounds, and of the past after a change or a long rest."""
 DECLINE = 0.95
-"""A depth that was never tried is expected to have so much of the acceptance before it."""
+"""Acceptance of an untried depth relative to the depth before it."""
 MEMORY = 1000
-"""Rounds after which one has faded to a third, and steps after which times of drafts are dropped."""
+"""Rounds after which a round's weight is 1/e; also steps after which times of drafting steps are dropped."""
 RECENT = 24
-"""Rounds that are held against the estimate."""
+"""Rounds compared with the estimate."""
 SURPRISE = 4.0
-"""Standard errors that they may lie off."""
+"""Deviation in standard errors that counts as a change."""
 TREE_EXTRA, TREE_DOUBT = 0.2, 2.5
-"""Extra drafts of trees that nobody has grown yet, and rounds that this guess weighs."""
+"""Assumed extra drafts of an untried tree shape, and the weight of this guess in rounds."""
 
 
 class Acceptance:
-    """All estimates for one drafter."""
+    """Acceptance estimates for one drafter."""
 
     def __init__(self, max_depth: int, recorded: Sequence[float] = ()) -> None:
-        """`recorded` are a(1), a(2), ... of this drafter from elsewhere, as deep as they are known."""
+        """`recorded` are known values of a(1), a(2), ... for this drafter."""
         self.max_depth = max_depth
         self.rounds = 0
         self.surprises = 0
-        """Changes found so far."""
+        """Number of changes detected."""
         self.collapsed = False
-        """Whether hardly any first draft was accepted of late."""
+        """Whether recent rounds accepted almost no first draft."""
         self._hits, self._tries = [0.0] * max_depth, [0.0] * max_depth
         self._recorded = list(recorded)
         reached = DOUBT
         for index, chance in enumerate((list(recorded) or [GUESS])[:max_depth]):
             self._hits[index], self._tries[index] = reached * chance, reached
-            reached *= chance  # of so many rounds, few get deep
+            reached *= chance  # only these rounds reach the next depth
         self._proven = 0
-        """First drafts accepted since there was doubt."""
+        """First drafts accepted since `doubt` was last called."""
         self._latest: deque[bool] = deque(maxlen=RECENT)
-        """Whether first drafts were accepted."""
+        """Whether the first drafts of recent rounds were accepted."""
         self._extras: dict[Shape, tuple[float, float]] = {}
-        """Drafts beyond first candidates that trees had accepted, and how many trees there were."""
+        """Per tree shape: drafts accepted beyond first candidates, and number of trees, both fading."""
         self._survivals: list[float] = []
         self._events: list[str] = []
 
     @property
     def proven(self) -> bool:
-        """Whether as many drafts were accepted as a prior weighs: no useless drafter comes so far."""
+        """Whether enough drafts were accepted to rule out a useless drafter."""
         return self._proven >= DOUBT
 
     @property
     def by_depth(self) -> list[float]:
-        """a(1), a(2), ..."""
-        chances = [self._hits[0] / self._tries[0]]  # a prior was counted as rounds, so there are some
+        """[a(1), a(2), ...]"""
+        chances = [self._hits[0] / self._tries[0]]  # not 0: the prior counts as tries
         for depth in range(1, self.max_depth):
             belief = self._recorded[depth] if depth < len(self._recorded) else DECLINE * chances[-1]
             chances.append((self._hits[depth] + belief) / (self._tries[depth] + 1))
@@ -76,7 +75,7 @@ class Acceptance:
 
     @property
     def survivals(self) -> Sequence[float]:
-        """S(1), S(2), ..."""
+        """[S(1), S(2), ...]"""
         if not self._survivals:
             survival = 1.0
             for chance in self.by_depth:
@@ -85,20 +84,20 @@ class Acceptance:
         return self._survivals
 
     def gain(self, arm: int | Shape) -> float:
-        """Drafts that a round is expected to have accepted."""
+        """Expected number of accepted drafts in a round."""
         if isinstance(arm, int):
             return sum(self.survivals[:arm])
         extra, trees = self._extras.get(arm, (0.0, 0.0))
         return sum(self.survivals[: arm.depth]) + (extra + TREE_DOUBT * TREE_EXTRA) / (trees + TREE_DOUBT)
 
     def observe(self, fates: Sequence[tuple[int, int]]) -> None:
-        """Take chains: how many drafts each had, and how many were accepted. Behind a refused one nothing is known."""
+        """Count chains, given as (drafted, accepted). Drafts behind a rejected one say nothing."""
         for (drafted, accepted), times in Counter(fates).items():
             self._count(range(min(accepted, drafted)), drafted > accepted, times)
         self._compare([accepted > 0 for drafted, accepted in fates if drafted])
 
     def observe_trees(self, shape: Shape, outcomes: Iterable[RoundOutcome]) -> None:
-        """Take trees of a shape. How far first candidates went, their ranks tell."""
+        """Count trees of a shape. The ranks show how far the chain of first candidates went."""
         for outcome in outcomes:
             firsts = next((at for at, rank in enumerate(outcome.ranks) if rank != 1), len(outcome.ranks))
             extra, trees = self._extras.get(shape, (0.0, 0.0))
@@ -108,7 +107,7 @@ class Acceptance:
             self._compare([firsts > 0])
 
     def doubt(self) -> None:
-        """Believe less in what was counted so far: it was long ago."""
+        """Reduce the weight of the past."""
         self._recorded = []
         self._proven = 0
         if self._tries[0] > DOUBT:
@@ -118,12 +117,12 @@ class Acceptance:
             self._survivals = []
 
     def take_events(self) -> list[str]:
-        """What an operator should know and has not been told."""
+        """Return messages for the operator and clear them."""
         events, self._events = self._events, []
         return events
 
     def _count(self, hits: range, missed: bool, times: int) -> None:
-        """Count rounds alike, of which each adds one try to what is left of those before it."""
+        """Count `times` equal rounds, each after fading the earlier ones."""
         kept = (1 - 1 / MEMORY) ** times
         new = (1 - kept) * MEMORY
         for index in range(min(len(hits) + missed, self.max_depth)):
@@ -133,7 +132,7 @@ class Acceptance:
         self._survivals = []
 
     def _compare(self, accepted: Sequence[bool]) -> None:
-        """Hold the latest rounds against the estimate."""
+        """Compare the latest rounds with the estimate."""
         self.rounds += len(accepted)
         self._latest.extend(accepted[:: -(-len(accepted) // RECENT)] if accepted else ())
         count = len(self._latest)
@@ -152,7 +151,7 @@ class Acceptance:
         self._watch(share)
 
     def _watch(self, share: float) -> None:
-        """Say once that the drafter has collapsed, and once that it is back."""
+        """Report when the drafter collapses and when it recovers."""
         said = f"the drafter's first token was accepted in {share:.0%} of the last {RECENT} rounds"
         if not self.collapsed and max(share, self.by_depth[0]) * RECENT <= 1:
             self.collapsed = True

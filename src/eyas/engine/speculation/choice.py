@@ -1,4 +1,4 @@
-"""The question put to the controller, and its answer. No torch."""
+"""Input and output of the controller. No torch."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,19 +6,19 @@ from typing import Literal
 from eyas.plan.shapes import Shape
 
 
-# Not frozen, and each equal to itself alone: a step that drafts makes one for each of hundreds of requests.
+# Not frozen and compared by identity, because a drafting step creates hundreds of these.
 @dataclass(eq=False, slots=True)
 class RowFacts:
-    """What the choice needs to know about one decoding request."""
+    """Input of the controller for one decoding request."""
 
     key: int
     context: int
-    """Tokens that its newest one attends to."""
+    """Tokens that its newest token attends to."""
     mode: Literal["auto", "off", "fixed"] = "auto"
     depth: int | None = None
-    """With `fixed`; at most the controller's `max_depth`."""
+    """Requested depth, for `fixed`; at most the controller's `max_depth`."""
     pending: int = 1
-    """Tokens that the drafter has not read yet."""
+    """Tokens that the drafter has not read."""
 
 
 Kind = Literal["plain", "draft", "look", "probe"]
@@ -26,41 +26,40 @@ Kind = Literal["plain", "draft", "look", "probe"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Purpose:
-    """Why a step runs as it does; the controller's own note, which comes back to it with the step's report."""
+    """Why a depth was chosen; comes back to the controller with the step's report."""
 
     kind: Kind
     at: int
-    """Number of the step it was chosen for first."""
+    """Number of the step for which it was first chosen."""
     auto: int
-    """Requests that leave their depth to the controller."""
+    """Number of requests on auto."""
     fixed: bool = False
-    """Whether some requests have a depth of their own."""
+    """Whether some requests have a fixed depth."""
     backlog: bool = False
-    """Whether the drafter reads more than usual first."""
+    """Whether the drafter must read more than usual first."""
     rate: float = 0.0
-    """Tokens per second that it is expected to give."""
+    """Expected tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How deep to draft for each request of a step, and why."""
+    """Draft depth of each request, and why."""
 
     depths: tuple[int, ...]
     shape: Shape
-    """For requests on auto; the others draft chains."""
+    """Shape of the drafts of requests on auto; the others draft chains."""
     reason: str
     holds: int = 1
-    """Steps that it is meant for, this one included, as long as it fits those that decode."""
+    """Steps for which the choice holds, this one included, while the batch is similar."""
     rests: bool = False
-    """Whether the drafter has collapsed and need not follow requests on auto any longer."""
+    """Whether the drafter has collapsed and should stop following requests on auto."""
     purpose: Purpose | None = field(default=None, repr=False, compare=False)
 
     @property
     def depth(self) -> int:
-        """The deepest of all."""
         return max(self.depths, default=0)
 
     @property
     def uniform(self) -> bool:
-        """Whether all requests draft alike, so that the step's time says what this takes."""
+        """Whether all requests draft equally deep, so that the step's time counts for that depth."""
         return len(set(self.depths)) == 1

@@ -1,25 +1,25 @@
-"""How deep to draft: chosen for a step, or for some steps, from measured times and measured acceptance. No torch.
+"""The controller: chooses draft depths from measured step times and acceptance. No torch.
 
-    step_times.py   seconds of a whole step, by its rows and by what it drafts; seeded by the rehearsal at start
-    acceptance.py   how likely drafts are accepted; seeded by the drafter's record, or a guess
-    probes.py       what drafting may lose, and when it is tried again
-    drift.py        how deep the drafter is fit to be used at all
-    captured_shapes.py  which passes there are, where they are captured
+    step_times.py   seconds of a whole step by rows and drafts; seeded by the rehearsal at start
+    acceptance.py   probability that drafts are accepted; seeded by the drafter's record or a guess
+    probes.py       how much time drafting may lose, and when it is tried again
+    drift.py        the depth up to which the drafter is reliable
+    captured_shapes.py  shapes of captured passes
 
-A step of n requests that draft k deep gives n (1 + S(1) + ... + S(k)) tokens in expectation. Steps follow each other,
-so tokens per second over a long time are that number over the time of the step (renewal-reward): `choose` takes the
-depth with the best such rate, or captured trees. Plain decoding is depth 0, and others have to beat it by a margin.
+A step of n requests that draft k deep yields n (1 + S(1) + ... + S(k)) tokens in expectation. Over many steps, tokens
+per second are this number divided by the step's time (renewal-reward). `choose` takes the depth or captured tree with
+the best rate. Plain decoding is depth 0; drafts must beat it by a margin.
 
-    draft   the best rate. Until drafts were accepted, the account has to bear that all of the step's are refused
-    look    now and then plain, or what is nearly as good and has not been timed for longest
-    probe   where nothing promises to pay, drafts as cheap as can be, when they are due and can be afforded
+    draft   the best rate. Until drafts are proven, the account must cover the loss if all are rejected
+    look    now and then a plain step, or the nearly best option that was timed longest ago
+    probe   if nothing seems to pay: the cheapest useful drafts, when a probe is due and affordable
     plain   otherwise
 
-All requests on auto draft alike. A request may take the choice away: `off` never drafts, `fixed` always drafts its
-depth, fit or not.
+All requests on auto draft equally deep. A request may override the controller: `off` never drafts, `fixed` always
+drafts its depth, even while the drift alarm fires.
 
-No choice made here can change what is generated: a request's token is a function of the target's distribution and of
-the request's own noise, and a draft only decides in which pass it is computed.
+Choices never change what is generated: a token depends only on the target's distribution and the request's own noise;
+drafts decide in which pass it is computed.
 """
 
 from collections import Counter
@@ -38,19 +38,19 @@ from eyas.plan.shapes import CHAIN, Shape
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
 
 MARGIN = 1.02
-"""Drafts must promise this many times the tokens per second of plain decoding."""
+"""Tokens per second that drafts must promise, relative to plain decoding."""
 LOOK_EVERY = 64
-"""Steps between looks at something else than the best, once it is known well."""
+"""Steps between looks at other options, once the best one is well known."""
 NEARLY = 0.95
-"""What gives this part of the best rate is worth a look."""
+"""Rate, relative to the best, from which an option is worth a look."""
 HOLD = 16
-"""The most steps that a choice is meant for."""
+"""Most steps for which a choice holds."""
 FIRST_DEPTH = 2
-"""Depth of the first drafts where no draft was ever timed: from it, deeper ones can be told."""
+"""Depth of the first drafts if no draft was timed; deeper ones are extrapolated from it."""
 
 
 class Controller:
-    """Chooses depths and learns from what came of them."""
+    """Chooses draft depths and learns from the results."""
 
     def __init__(
         self,
@@ -60,10 +60,7 @@ class Controller:
         recorded: Sequence[float] = (),
         costs: StepTimes | None = None,
     ) -> None:
-        """`recorded` is the drafter's acceptance by depth, as far as somebody has measured or estimated it.
-
-        `costs` is what steps take, if they have been timed.
-        """
+        """`recorded` is the drafter's known acceptance by depth, `costs` known step times."""
         assert max_depth >= 1
         self.max_depth = max_depth
         self.drift = drift or DriftAlarm(max_depth)
@@ -71,39 +68,38 @@ class Controller:
         self.acceptance = Acceptance(max_depth, recorded)
         self.account = Account()
         self.shapes: CapturedShapes | None = None
-        """Passes that there are, where they are captured."""
+        """Shapes of captured passes; None if passes are not captured."""
         self._steps = 0
         self._surprises = 0
-        """Those that were known when the latest choice was made."""
+        """Number of changes in acceptance at the latest choice."""
         self._looks: dict[int, tuple[int, int, bool]] = {}
-        """By bucket of rows: the step of the next look, how long the wait for it was, and whether it is plain."""
+        """Per bucket of rows: step of the next look, the wait before it, and whether it is a plain step."""
         self._alike: tuple[Arm, int] = (0, 0)
-        """What the latest choices had in common, and how many there were."""
+        """The latest choice, and for how many steps it holds."""
         self._debt = 0.0
-        """Seconds that a step took more than usual when the drafter last caught up with what had waited."""
+        """Extra seconds of the latest step in which the drafter caught up."""
         self._resting = False
         self._depths: Counter[int] = Counter()
         self._in_trees = 0
         self._reason = "no step yet"
 
     def captures(self, shapes: CapturedShapes) -> None:
-        """Passes have these shapes, and what is not used of one is paid all the same."""
+        """Set the shapes of captured passes. The whole pass is paid for, even if partly used."""
         self.shapes = shapes
         self.costs.bucket = shapes.rows_for
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
-        """Start from what steps took in a rehearsal."""
         self.costs.rehearse(rehearsal)
 
     # --- the choice --------------------------------------------------------------------------------------------
 
     def choose(self, rows: Sequence[RowFacts], *, after: int = 1) -> Choice:
-        """Depths for the next step, which comes so many steps `after` the last one that was chosen for."""
+        """Choose depths for the next step, `after` steps since the previous choice."""
         self._steps += after
         self._surprises = self.acceptance.surprises
         count, auto = len(rows), [row for row in rows if row.mode == "auto"]
         fixed = max((row.depth or 0 for row in rows if row.mode == "fixed"), default=0)
-        assert fixed <= self.max_depth, "checked when the request came"
+        assert fixed <= self.max_depth, "must be checked when the request arrives"
         backlog = any(row.pending > self.max_depth + 1 for row in rows)
         kind, arm, rate, self._reason = self._decide(count, len(auto), fixed, debt=self._debt if backlog else 0.0)
         if self.drift.firing:
@@ -113,7 +109,7 @@ class Controller:
         depths = tuple([(row.depth or 0) if row.mode == "fixed" else own[row.mode] for row in rows])
         self._resting = self._rests(drafts=kind in ("draft", "look"))
         if self._resting and not auto:
-            self._reason = "plain: hardly any draft was accepted, so the drafter follows nobody but for probes"
+            self._reason = "plain: hardly any draft was accepted, so the drafter follows only probes"
         if deep:
             self.account.begin(self._steps)
         return Choice(
@@ -127,29 +123,29 @@ class Controller:
 
     @property
     def surprised(self) -> bool:
-        """Whether drafts have fared so differently since the last choice that it should not be held any longer."""
+        """Whether acceptance has changed so much since the latest choice that it should be dropped."""
         return self.acceptance.surprises > self._surprises or self.account.overdrawn
 
     def follows_new(self) -> bool:
-        """Whether the drafter follows a request on auto that comes now; to be asked once for each."""
+        """Whether the drafter follows a new request on auto; called once per request."""
         return not self._resting or self.account.due(self._steps)
 
     def _rests(self, *, drafts: bool) -> bool:
-        """Whether the drafter need not read along: it has collapsed, and probes have found nothing for long."""
+        """Whether the drafter need not follow requests: it has collapsed and probes keep failing."""
         hopeless = PATIENCE * self.account.misses > LOOK_EVERY
         if drafts or not (self.acceptance.collapsed and hopeless):
             return False
         return self._resting or not self.account.in_spell
 
     def _decide(self, count: int, auto: int, fixed: int, *, debt: float) -> tuple[Kind, Arm, float, str]:
-        """What requests on auto do in the next step, what for, the tokens per second expected, and the reason."""
+        """Decide what requests on auto do: kind, arm, expected tokens per second, reason."""
         if not auto:
             return "plain", 0, 0.0, "no request leaves its depth to the controller"
         plain = self.costs.at(count, 0)
         if plain is None:
             return "plain", 0, 0.0, "plain: not enough steps have been timed yet"
         offers = {arm: s for arm in self._arms(count, fixed) if (s := self._seconds(count, auto, arm)) is not None}
-        for arm in offers:  # a tree is a chain and more
+        for arm in offers:  # a tree takes at least as long as a chain of its depth
             offers[arm] = offers[arm] if isinstance(arm, int) else max(offers[arm], offers.get(arm.depth, 0.0))
         rates = {arm: (count + auto * self.acceptance.gain(arm)) / s for arm, s in offers.items()}
         left, usual = self.account.left(plain) - debt, count / plain
@@ -162,12 +158,12 @@ class Controller:
             promised = max(rates.values(), default=0.0)
             probe = None if fixed else self._probe(count, auto, plain, offers, left)
             if probe is not None:
-                if self.account.misses or self.account.spells == 0:  # else the one before it was a success
+                if self.account.misses or self.account.spells == 0:  # not after a success
                     self.acceptance.doubt()
                 whom = f"{probe} deep for {auto} of {count} requests"
                 return "probe", probe, usual, f"probe, {whom}: to see whether drafts are accepted and what they take"
             return "plain", 0, usual, f"plain, drafts would not pay: {promised:.3g} tokens/s expected {expected}"
-        # A tree has to beat chains by the margin, too.
+        # A tree must beat chains by the margin as well.
         best = max(paying, key=lambda arm: rates[arm] / (1.0 if isinstance(arm, int) else MARGIN))
         other = self._look(count, best, {arm: rates[arm] for arm in paying})
         if other is not None:
@@ -178,7 +174,7 @@ class Controller:
         return "draft", best, rates[best], why
 
     def _arms(self, count: int, fixed: int) -> list[Arm]:
-        """Drafts that so many requests may make."""
+        """Arms that so many requests may use."""
         deepest = self.drift.deepest
         if self.shapes is None:
             return [*range(1, deepest + 1)]
@@ -186,14 +182,14 @@ class Controller:
         return arms + [shape for shape in self.shapes.trees_for(count) if shape.depth <= deepest and not fixed]
 
     def _seconds(self, count: int, auto: int, arm: Arm) -> float | None:
-        """Expected seconds of a step in which so many of its requests draft: captured passes have room for all."""
+        """Expected seconds of a step in which `auto` of `count` requests draft; captured passes have room for all."""
         if self.shapes is not None or auto == count:
             return self.costs.at(count, arm)
         plain, few, drafting = self.costs.at(count, 0), self.costs.at(auto, 0), self.costs.at(auto, arm)
         return None if plain is None or few is None or drafting is None else plain + drafting - few
 
     def _probe(self, count: int, auto: int, plain: float, offers: dict[Arm, float], left: float) -> int | None:
-        """Depth of a probe, if one is due and affordable: the least that could pay if its drafts were accepted."""
+        """Depth of a probe, if due and affordable: the cheapest that would pay if all its drafts were accepted."""
         if not self.account.due(self._steps):
             return None
         depths = {arm: seconds for arm, seconds in offers.items() if isinstance(arm, int)}
@@ -205,9 +201,9 @@ class Controller:
         return depth if depth is not None and depths[depth] - plain <= left else None
 
     def _look(self, count: int, best: Arm, rates: dict[Arm, float]) -> Arm | None:
-        """What to run instead of the best for once, if it is time to."""
+        """Return an option to run once instead of the best, if a look is due."""
         bucket = self.costs.bucket(count)
-        if bucket not in self._looks:  # all is compared with plain steps, so these are timed soon
+        if bucket not in self._looks:  # plain steps are the reference, so time them soon
             wait = 1 if self.costs.measured(count, 0) is None else PATIENCE
             wait = LOOK_EVERY if self.costs.settled(count, 0) else wait
             self._looks[bucket] = self._steps + wait, wait, True
@@ -220,7 +216,7 @@ class Controller:
         return 0 if plain else min(near, key=lambda arm: self.costs.last(count, arm), default=0)
 
     def _holds(self, kind: str, arm: Arm, count: int, auto: int) -> int:
-        """Steps that this choice is meant for: twice as many whenever it is made again; one while all is doubtful."""
+        """Steps for which the choice holds: doubles with each repetition; one while acceptance is not proven."""
         before, wait = self._alike
         if kind in ("look", "probe"):
             return 1
@@ -235,7 +231,7 @@ class Controller:
     # --- what came of it ---------------------------------------------------------------------------------------
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step that is over. Others may have been chosen for since."""
+        """Learn from a committed step. Later steps may have been chosen already."""
         choice = report.choice
         if report.fates:
             self.acceptance.observe(report.fates)
@@ -247,15 +243,15 @@ class Controller:
             self._book(choice, choice.purpose, report)
 
     def _book(self, choice: Choice, purpose: Purpose, report: StepReport) -> None:
-        """Take the time of a step, and what its drafts have saved."""
+        """Record a step's time and what its drafts saved."""
         count = report.requests or len(choice.depths)
         arm: Arm = choice.shape if choice.shape.kind == "tree" else choice.depth
         plain, more = self.costs.at(count, 0), report.catching_up
         if report.seconds is not None:
             self.account.total += report.seconds
-            seen, usual = report.seconds - report.thinking, self.costs.measured(count, arm)
+            seen, usual = report.seconds - report.planning, self.costs.measured(count, arm)
             if arm and purpose.backlog and usual is not None and plain is not None:
-                more = min(max(more, seen - usual), plain + more)  # a step may also be late for a reason of its own
+                more = min(max(more, seen - usual), plain + more)  # the step may be late for another reason
             elif choice.uniform:
                 self.costs.observe(count, arm, seen - more)
         if arm and purpose.backlog:
@@ -269,11 +265,10 @@ class Controller:
             self.account.end(self._steps, plain)
 
     def events(self) -> list[str]:
-        """What an operator should know and has not been told."""
+        """Return messages for the operator and clear them."""
         return self.acceptance.take_events() + self.drift.take()
 
     def report(self) -> dict[str, Any]:
-        """The state of things, for logs and for people."""
         chosen, account = max(1, self._depths.total()), self.account
         return {
             "reason": self._reason,

@@ -1,4 +1,4 @@
-"""What may be drafted for a request: how long a chain, how large a tree. No torch."""
+"""Limits of draft chains and trees. No torch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,16 +7,15 @@ from eyas.errors import UserError
 from eyas.plan.shapes import Shape
 
 MOST_IN_TREE = 64
-"""Slots behind the committed ones that a tree may take, the newest token included; attention keeps who sees whom as
-bits of an int64."""
+"""Most slots of a tree, the newest token included; attention masks of nodes are bits of an int64."""
 MOST_IN_CHAIN = 48
-"""Tokens that a drafter may draft in a row: with the newest token before them and suffix drafts behind them, a chain
-stays within what a tree may take."""
+"""Most tokens that a drafter may draft in a row; with the newest token and suffix drafts they fit into the slots of a
+tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """How wide a tree grows."""
+    """Shape of a draft tree."""
 
     depth: int
     width: int
@@ -34,22 +33,20 @@ class Tree:
 
     @classmethod
     def of(cls, shape: Shape) -> "Tree":
-        """A tree as plans name it."""
         return cls(depth=shape.depth, width=shape.width, budget=shape.budget)
 
     @property
     def grown(self) -> int:
-        """Nodes that the drafter runs; the first candidates come of its reading."""
+        """Nodes that the drafter runs; the first candidates come from reading."""
         return (self.depth - 1) * self.width
 
     @property
     def slots(self) -> int:
-        """Cache slots that growing and verifying it take at most."""
         return max(self.budget, self.grown)
 
 
 class Candidates(NamedTuple):
-    """What the drafter would put behind a token, the most promising first."""
+    """The drafter's candidates behind a token, most likely first."""
 
     tokens: tuple[int, ...]
     confidences: tuple[float, ...]

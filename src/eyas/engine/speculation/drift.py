@@ -1,14 +1,14 @@
-"""The drift alarm: does the drafter hold as deep as it is served? The doctor's measures, live. Neither torch nor numpy.
+"""The drift alarm: detects drafters that get worse with depth, as the doctor does, while serving. No torch, no numpy.
 
-It hears of check-ups, rounds that are drafted to the deepest depth and watched (drift_probe.py), and of the fate of
-drafts. Both of its signs are about what changes with depth; a weak drafter may be the same at every depth.
+Its input are check-ups (drift_probe.py), which measure rounds drafted to the deepest depth, and the acceptance of
+drafts. Both signs compare depths with each other; a drafter that is equally weak at every depth raises no alarm.
 
-    growth   the state handed on grows: the slope of ln(RMS) by depth, over the latest check-ups, makes the deepest more
-             than BEARABLE times as large as that of depth 1
-    fading   drafts of a depth are accepted, behind accepted ones, less than FADED times as often as first drafts
+    growth   the fed-back state grows: by the slope of ln(RMS) over depth in the latest check-ups, it is more than
+             BEARABLE times as large at the deepest depth as at depth 1
+    fading   conditional acceptance at a depth is less than FADED times that of depth 1
 
-A sign fires when its interval lies beyond the bound and clears when things are well on this side of it. While one has
-fired, requests on auto draft no deeper than what is healthy. Check-ups go on to the deepest depth all the same.
+A sign fires when its confidence interval lies beyond the bound, and clears with some hysteresis. While a sign fires,
+requests on auto draft no deeper than the healthy depth. Check-ups still go to the deepest depth.
 """
 
 from collections import deque
@@ -22,45 +22,43 @@ from typing import Any
 from eyas.drafter.drift import Estimate, log_sizes, slope
 
 CHECKUPS, FEWEST_CHECKUPS = 32, 8
-"""Check-ups that are judged together, and how few are too few; also the rounds between two looks at their drafts."""
+"""Check-ups averaged, and the least number to judge by; also the rounds between two judgements of acceptance."""
 ERRORS = 3.0
-"""Standard errors on both sides of an estimate: the alarm is asked thousands of times a day."""
+"""Half width of confidence intervals in standard errors; large, because the alarm is checked very often."""
 BEARABLE = 2.0
-"""Times its size at depth 1 that a state may have at a depth that is drafted. At depth 7 the shipped EAGLE-3.1 drafter
-has 1.03, the EAGLE-3 control beside it 1.6 to 1.8 with no loss of acceptance, one whose `norm_output` was lost 5.0."""
+"""Tolerated size of a state relative to depth 1. At depth 7 the shipped EAGLE-3.1 drafter has 1.03, an EAGLE-3 control
+1.6 to 1.8 without loss of acceptance, a drafter whose `norm_output` was lost 5.0."""
 FADED, UNFADED = 0.5, 0.7
-"""Conditional acceptance of a depth in parts of that of depth 1: less has faded, more is back. Both of the drafters
-above have 0.9 and more at every depth; with `norm_output` lost it is 0.4 at depth 2 and 0.2 at depth 3."""
+"""Conditional acceptance relative to depth 1 below which a depth has faded, and above which it is healthy again. The
+first two drafters above have at least 0.9 at every depth; with `norm_output` lost it is 0.4 at depth 2, 0.2 at 3."""
 LARGEST = sqrt(float_info.max)
-"""Stands for sizes beyond all numbers."""
+"""Replaces infinite sizes."""
 MEMORY = 200
-"""Drafts of a depth after which the fate of an earlier one has faded to a third."""
+"""Drafts per depth after which the weight of an earlier one is 1/e."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport:
-    """The state of things, for metrics and for people. Lists are by depth."""
+    """State of the drift alarm for metrics and status pages. Lists are by depth."""
 
     firing: bool
     fired: int
-    """How often a sign has fired so far."""
+    """How often a sign has fired."""
     deepest: int
-    """No deeper do requests on auto draft."""
+    """Depth limit of requests on auto."""
     signs: dict[str, str]
-    """What fires, and its evidence in words."""
+    """Signs that fire, with their evidence."""
     checkups: int
     seconds: float
-    """What they took together."""
     growth: Estimate
-    """Of the fed-back state per depth, over the latest check-ups: 0 is flat."""
+    """Growth of the fed-back state per depth in the latest check-ups; 0 is flat."""
     rms: list[float]
     mass: dict[str, list[float]]
-    """Where the drafter looks, by region: means over the latest check-ups, as is `rms` (geometric)."""
+    """Attention mass by region, averaged over the latest check-ups; `rms` is a geometric mean over them."""
     acceptance: list[float]
-    """Given that all drafts before it were accepted; NaN where none was tried."""
+    """Conditional acceptance; NaN for depths without drafts."""
 
     def as_json(self) -> dict[str, Any]:
-        """Without NaN, which JSON does not know."""
         return {
             **asdict(self),
             "growth": self.growth.as_json(),
@@ -69,20 +67,19 @@ class DriftReport:
 
 
 class DriftAlarm:
-    """Takes what is seen, says what it means."""
+    """Judges check-ups and acceptance by depth."""
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self.checkups = 0
         self.seconds = 0.0
-        """What check-ups took so far."""
         self.fired = 0
         self.deepest = max_depth
-        """The deepest depth that is healthy. Depth 1 always is: all others are compared with it."""
+        """Deepest healthy depth. Depth 1 always is healthy, because the others are compared with it."""
         self.growth = Estimate(value=nan, low=-inf, high=inf)
-        """Slope of ln(RMS) by depth, mean over the latest check-ups; it may lie anywhere while these are few."""
+        """Mean slope of ln(RMS) by depth over the latest check-ups; unbounded while there are few."""
         self._sizes: deque[list[float]] = deque(maxlen=CHECKUPS)
-        """ln(RMS) by depth of the latest check-ups."""
+        """ln(RMS) by depth in the latest check-ups."""
         self._masses: deque[Mapping[str, Sequence[float]]] = deque(maxlen=CHECKUPS)
         self._tries, self._hits = [0.0] * max_depth, [0.0] * max_depth
         self._rounds = 0
@@ -91,7 +88,7 @@ class DriftAlarm:
         self._events: list[str] = []
 
     def observe_checkup(self, rms: Sequence[float], mass: Mapping[str, Sequence[float]], seconds: float = 0.0) -> None:
-        """Take what a round showed at every depth. A state that overflows has grown, whatever it is now."""
+        """Add a check-up. A state that overflowed counts as the largest size."""
         self._sizes.append(log_sizes([size if size < LARGEST else LARGEST for size in rms]))
         self._masses.append(mass)
         self.checkups += 1
@@ -103,8 +100,8 @@ class DriftAlarm:
         self._judge()
 
     def observe_round(self, drafted: int, accepted: int, times: int = 1) -> None:
-        """Take the fate of a chain, or of so many alike. Of drafts behind the first refused one nothing is known."""
-        # A try adds one and lets what was there fade by 1 / memory, so many times.
+        """Add `times` chains with these drafts. Drafts behind a rejected one say nothing."""
+        # Each chain adds one try after fading the earlier ones by 1 / memory.
         memory, kept = MEMORY, (1 - 1 / MEMORY) ** times
         for index in range(min(drafted, accepted + 1)):
             self._tries[index] = memory + (self._tries[index] - memory) * kept
@@ -117,14 +114,14 @@ class DriftAlarm:
 
     @property
     def firing(self) -> bool:
-        """Whether a sign has fired and not cleared."""
+        """Whether any sign fires."""
         return self._grows or bool(self._faded)
 
     def fading(self, depth: int) -> Estimate:
-        """Log of conditional acceptance of a depth in parts of that of depth 1."""
+        """Log of a depth's conditional acceptance relative to depth 1."""
         ratio = variance = 0.0
         for index, sign in ((depth - 1, 1), (0, -1)):
-            # Half a hit and half a miss that never were keep the logarithm finite.
+            # Half a hit and half a miss are added to keep the logarithm finite.
             tries = self._tries[index] + 1
             chance = (self._hits[index] + 0.5) / tries
             ratio += sign * log(chance)
@@ -132,12 +129,12 @@ class DriftAlarm:
         return _around(ratio, sqrt(variance))
 
     def take(self) -> list[str]:
-        """What an operator should know and has not been told."""
+        """Return messages for the operator and clear them."""
         events, self._events = self._events, []
         return events
 
     def report(self) -> DriftReport:
-        """The state of things; another thread may ask."""
+        """Current state; may be called from another thread."""
         all_sizes, masses = list(self._sizes), list(self._masses)
         return DriftReport(
             firing=self.firing,
@@ -159,7 +156,7 @@ class DriftAlarm:
         before = {"growth": self._grows, "fading": bool(self._faded)}
         growth, bound = self.growth, log(BEARABLE) / max(1, self.max_depth - 1)
         self._grows = growth.high > bound if self._grows else growth.low > bound
-        for depth in range(1, self.max_depth + 1):  # depth 1, held against itself, never fades
+        for depth in range(1, self.max_depth + 1):  # depth 1 never fades relative to itself
             ratio = self.fading(depth)
             if ratio.high < log(FADED):
                 self._faded.add(depth)
@@ -174,7 +171,7 @@ class DriftAlarm:
         self._tell(before)
 
     def _tell(self, before: Mapping[str, bool]) -> None:
-        """Say what has changed."""
+        """Report changes of signs."""
         signs = self._signs()
         for name, was in before.items():
             if name in signs and not was:

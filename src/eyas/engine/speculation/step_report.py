@@ -1,4 +1,4 @@
-"""What a step tells the controller when it is over, and what a rehearsal tells it before the first. No torch."""
+"""Reports of steps and rehearsals to the controller. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,25 +9,25 @@ from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.plan.shapes import Shape
 
 Arm = int | Shape
-"""A way to run a step: the depth of its chains, 0 for plain decoding, the shape of its trees, or of suffix drafts."""
+"""A way to run a step: chain depth (0 is plain decoding), tree shape, or shape of suffix drafts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundOutcome:
-    """The fate of one request's drafts."""
+    """Result of one request's drafts."""
 
     key: int
     drafted: int
     accepted: int
     ranks: Sequence[int] = ()
-    """Of a tree: for every accepted depth and the one after it, which candidate of the drafter (1, 2, ...) was the
-    target's token, 0 if none. Ranks alone tell how first candidates fared."""
+    """For trees: at each accepted depth and the next one, the rank of the target's token among the drafter's candidates
+    (1, 2, ..., or 0 for none)."""
 
 
 def outcome_of_tree(
     key: int, drafted: int, accepted: int, tokens: Sequence[int], candidates: Sequence[Candidates]
 ) -> RoundOutcome:
-    """The fate of a tree, so deep, with the drafter's candidates behind the accepted tokens."""
+    """Make the outcome of a tree from the tokens that came and the drafter's candidates."""
     seen = list(zip(tokens, candidates, strict=False))
     ranks = [some.tokens.index(token) + 1 if token in some.tokens else 0 for token, some in seen]
     return RoundOutcome(key=key, drafted=drafted, accepted=accepted, ranks=ranks)
@@ -35,47 +35,43 @@ def outcome_of_tree(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """Seconds of steps that ran for nobody, before any request."""
+    """Step times measured with dummy requests."""
 
     steps: Mapping[tuple[int, Arm], float]
-    """Of a whole step, by rows and what was drafted; a GPU's passes are timed one behind the other."""
+    """Seconds of a whole step by rows and arm; on a GPU the sum of its passes."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StepReport:
-    """Everything that one step tells. Reports come in the order of the steps."""
+    """Results of one step. Reports come in the order of the steps."""
 
     choice: Choice | None = None
-    """What it followed; None where nothing decoded."""
+    """The choice it followed; None if nothing decoded."""
     requests: int = 0
-    """Requests that decoded."""
     seconds: float | None = None
-    """Of the whole step, if it only decoded. Where steps overlap, from one landing to the next."""
-    thinking: float = 0.0
-    """Of these, what the controller took."""
+    """Duration of the step, if it only decoded; with overlapping steps, from landing to landing."""
+    planning: float = 0.0
+    """Part of it that planning took."""
     catching_up: float = 0.0
-    """Of these, what the drafter took to read what had waited while nothing was drafted."""
+    """Part of it in which the drafter read states that had waited without drafting."""
     rounds: list[RoundOutcome] = field(default_factory=list)
-    """Of requests that were drafted for."""
+    """Outcomes of requests with drafts."""
     chains: Sequence[tuple[int, int]] = ()
-    """Instead of `rounds`, drafted and accepted of each chain."""
+    """(drafted, accepted) of each chain, instead of `rounds`."""
     draft_seconds: float = 0.0
-    """Of the drafter's passes that drafted."""
+    """Device seconds of the drafting pass."""
     depth: int = 0
-    """Drafts of a row in the pass of those that decoded."""
+    """Drafts per row in the pass of the decoding requests."""
     suffix_drafted: int = 0
-    """Suffix drafts that were verified."""
     offers: Mapping[int, RoundOffer] = field(default_factory=dict)
-    """Drafts that were looked up, by request."""
+    """Suffix drafts by request."""
     ended: list[int] = field(default_factory=list)
-    """Requests that ended with it."""
 
     @property
     def accepted(self) -> int:
-        """Drafts of all requests together."""
         return sum(accepted for _, accepted in self.chains) + sum(outcome.accepted for outcome in self.rounds)
 
     @property
     def fates(self) -> Sequence[tuple[int, int]]:
-        """Drafted and accepted, of every request that drafted a chain."""
+        """(drafted, accepted) of every chain."""
         return self.chains or [(outcome.drafted, outcome.accepted) for outcome in self.rounds if not outcome.ranks]

@@ -1,15 +1,15 @@
-"""Seconds of a whole step by its rows and by what it drafts. No torch.
+"""Estimates the seconds of a whole step by rows and drafts. No torch.
 
-    measured    the lower median of the latest times of steps with as many rows that drafted alike: single steps are
-                late, none is early. Drafts that were not made for long are forgotten
-    rehearsed   before there are two times: what the rehearsal says, between its rows and depths by lines, moved by as
-                much as plain steps took more than rehearsed, or scaled to what they took less
-    in order    an estimate is never below what a shallower draft was measured to take, nor above what a deeper one did
+    measured    lower median of the latest steps with these rows and drafts, since steps may be late but not early.
+                Drafts that were not used for long are dropped
+    rehearsed   used until two steps were measured: interpolated between the rehearsed rows and depths, then shifted by
+                the delay of plain steps, or scaled by their speed-up
+    in order    an estimate is at least the measured time of a shallower draft, at most that of a deeper one
 
-Estimates of what was not measured are meant to be too low rather than too high: who is chosen by mistake is measured
-soon, who is passed over by mistake is not. Without a rehearsal the two or three depths measured first are the line.
+Estimates of unmeasured options are rather too low than too high: an option chosen by mistake is soon measured, one
+passed over by mistake is not. Without a rehearsal, the first measured depths are extrapolated by a line.
 
-Invariant: where nothing is known of plain steps or of any draft the answer is None, and nothing is chosen by it.
+Invariant: without any time of plain steps or of drafts the estimate is None, and is not used for choices.
 """
 
 from bisect import bisect_left
@@ -22,33 +22,33 @@ from eyas.engine.speculation.acceptance import MEMORY
 from eyas.engine.speculation.step_report import Arm, Rehearsal
 
 WINDOW = 11
-"""Latest times that count."""
+"""Number of latest times used."""
 EARLY = 0.7
-"""A step that takes less than this part of the typical time shows that times have fallen: older ones are dropped."""
+"""A step below this fraction of the typical time shows that steps became faster: older times are dropped."""
 
 
 class StepTimes:
-    """What steps take on this machine."""
+    """Measured and estimated step times."""
 
     def __init__(self) -> None:
         self.bucket: Callable[[int], int] = int
-        """Rows that are taken for the same, where passes are captured for some numbers of them."""
+        """Maps rows to a captured number of rows, whose steps share their times."""
         self._times: dict[tuple[int, Arm], deque[float]] = {}
         self._at: dict[tuple[int, Arm], int] = {}
-        """Number of the latest of these."""
+        """Number of the latest step of each kind."""
         self._observed = 0
         self._measured: dict[tuple[int, Arm], float] = {}
         self._rehearsed: dict[Arm, list[tuple[int, float]]] = {}
-        """Rows and seconds, in order."""
+        """(rows, seconds), sorted by rows."""
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
-        """Take the times of a rehearsal. What took longer than more rows or deeper drafts did was late."""
+        """Set rehearsed times. A time above that of a larger step is replaced by it."""
         for rows, arm in rehearsal.steps:
             known = dict(self._rehearsed.get(arm, ())) | {rows: _mended(rehearsal.steps, rows, arm)}
             self._rehearsed[arm] = sorted(known.items())
 
     def observe(self, rows: int, arm: Arm, seconds: float) -> None:
-        """Take the time of one step."""
+        """Add the time of a step."""
         key = self.bucket(rows), arm
         times = self._times.setdefault(key, deque(maxlen=WINDOW))
         if seconds < EARLY * self._measured.get(key, seconds):
@@ -63,24 +63,24 @@ class StepTimes:
             del self._measured[old], self._times[old], self._at[old]
 
     def measured(self, rows: int, arm: Arm) -> float | None:
-        """Typical time of such steps, if there were two, or a plain one that took less than rehearsed."""
+        """Typical time, from two steps, or one plain step that was faster than rehearsed."""
         return self._measured.get((self.bucket(rows), arm))
 
     def settled(self, rows: int, arm: Arm) -> bool:
-        """Whether there are as many times of such steps as count."""
+        """Whether the window of latest times is full."""
         return len(self._times.get((self.bucket(rows), arm), ())) == WINDOW
 
     def last(self, rows: int, arm: Arm) -> int:
-        """Number of the latest such step; of one that was never seen, 0."""
+        """Number of the latest such step; 0 if there was none."""
         return self._at.get((self.bucket(rows), arm), 0)
 
     def at(self, rows: int, arm: Arm) -> float | None:
-        """Expected seconds of such a step."""
+        """Estimated seconds of such a step."""
         rows = self.bucket(rows)
         known = self._measured.get((rows, arm))
         if known is not None and (arm == 0 or self._rehearsed or len(self._times[rows, arm]) > 1):
             return known
-        if known is not None:  # one time alone may have been late
+        if known is not None:  # a single time may have been late
             return min(known, self._between(rows, arm) or known) if isinstance(arm, int) else known
         if not self._rehearsed:
             return self._between(rows, arm) if isinstance(arm, int) else None
@@ -95,15 +95,15 @@ class StepTimes:
         return base
 
     def report(self) -> dict[str, dict[int, float]]:
-        """Measured milliseconds by what is drafted and by rows."""
-        told: dict[str, dict[int, float]] = {}
+        """Typical seconds by draft and rows."""
+        report: dict[str, dict[int, float]] = {}
         for (rows, arm), seconds in sorted(self._measured.items(), key=lambda item: item[0][0]):
             name = f"depth {arm}" if isinstance(arm, int) else f"{arm.kind} {arm.depth} x {arm.width}"
-            told.setdefault(name, {})[rows] = seconds
-        return told
+            report.setdefault(name, {})[rows] = seconds
+        return report
 
     def _base(self, rows: int, arm: Arm) -> float | None:
-        """Rehearsed seconds; between two rehearsed depths by a line."""
+        """Rehearsed seconds, interpolated between rehearsed depths."""
         points = self._rehearsed.get(arm)
         if points or not isinstance(arm, int):
             return _along(points, rows) if points else None
@@ -111,7 +111,7 @@ class StepTimes:
         return _along([(depth, _along(line, rows)) for depth, line in lines], arm) if lines else None
 
     def _late(self, rows: int) -> float:
-        """Seconds that plain steps take more than rehearsed."""
+        """Delay of plain steps against the rehearsal, in seconds."""
         points = []
         for (at, arm), seconds in sorted(self._measured.items(), key=lambda item: item[0][0]):
             base = self._base(at, arm) if arm == 0 else None
@@ -120,7 +120,7 @@ class StepTimes:
         return level(points, rows)
 
     def _between(self, rows: int, depth: int) -> float | None:
-        """From what was measured: at these rows by a line through depths, else in parts of what plain steps take."""
+        """Estimate from measured steps: by a line through depths, scaled to the plain steps of these rows."""
         plain = sorted((at, seconds) for (at, arm), seconds in self._measured.items() if arm == 0)
         if not plain:
             return None
@@ -138,7 +138,7 @@ class StepTimes:
 
 
 def level(points: Sequence[tuple[float, float]], count: float) -> float:
-    """A polygon through points, level before the first and behind the last; 0 without any."""
+    """Interpolate linearly, constant before the first point and after the last; 0 without points."""
     if not points:
         return 0.0
     place = bisect_left([at for at, _ in points], count)
@@ -149,7 +149,7 @@ def level(points: Sequence[tuple[float, float]], count: float) -> float:
 
 
 def _mended(steps: Mapping[tuple[int, Arm], float], rows: int, arm: Arm) -> float:
-    """Seconds of a rehearsed step, or of a larger one that took less."""
+    """Seconds of a rehearsed step, or of a larger one that was faster."""
     if not isinstance(arm, int):
         return steps[rows, arm]
     chains = [(at, deep, seconds) for (at, deep), seconds in steps.items() if isinstance(deep, int)]
@@ -157,7 +157,7 @@ def _mended(steps: Mapping[tuple[int, Arm], float], rows: int, arm: Arm) -> floa
 
 
 def _along(points: Sequence[tuple[int, float]], count: int) -> float:
-    """Level before the first point; behind the last it goes on as the steepest part before."""
+    """Interpolate, constant before the first point; after the last, extrapolate by its last rising segment."""
     last, seconds = points[-1]
     if count <= last:
         return level(points, count)

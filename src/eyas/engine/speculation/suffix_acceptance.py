@@ -1,11 +1,10 @@
-"""How likely suffix drafts are accepted: learned from what came, whether they were verified or not. No torch.
+"""Estimates how likely suffix drafts are accepted, from the tokens that came. No torch.
 
-Text that occurred before goes on as it did before, or not. How often it does depends on how much of the text before
-matches, and on how many of the earlier occurrences went on alike. So drafts are told apart by both, and by where they
-were found: in the request's own text or in earlier answers. What counts is how often drafts of a kind were right, and
-of a request, how much better or worse it fares than all of them: some copy, some do not.
+Repeated text may go on as before or not. How often it does depends on the length of the match and on how many earlier
+occurrences agree. So drafts are grouped by both, and by source: the request's own text or earlier answers. Estimates
+combine the hit rate of a group with how much better or worse the request fares than average.
 
-A draft that nobody verified is judged all the same: the target's token at its place is known a step later.
+Drafts that were not verified count too: the target's token at their place is known a step later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,56 +12,56 @@ from dataclasses import dataclass
 from itertools import count
 
 EVEN_MATCH = 4.0
-"""Tokens of a match behind which the text is believed to go on as before in half the cases."""
+"""Match length at which half of the continuations are assumed to be right."""
 TRIES = 6.0
-"""Drafts of a kind, or of a request, that weigh as much as what is believed."""
+"""Weight of the prior, in drafts of a group or of a request."""
 MEMORY = 300
-"""Drafts of a kind, or of a request, after which one has faded to a third."""
+"""Drafts of a group or of a request after which the weight of one is 1/e."""
 SUREST, LEAST = 0.999, 0.02
-"""The most that is believed of a draft; and how likely one must be for those behind it to be weighed."""
+"""Upper bound of an estimate, and the probability below which a draft and those behind it are ignored."""
 Kind = tuple[bool, int, int]
 
 
 @dataclass(kw_only=True, slots=True)
 class RoundOffer:
-    """Drafts for a request, looked up for a step that may be launched before the step before it has landed."""
+    """Suffix drafts for a request, looked up while the previous step may still be in flight."""
 
     known: int
-    """Tokens of the request when they were looked up: they follow these."""
+    """Length of the request at the look-up; the drafts follow it."""
     most: int
-    """The most drafts that the request may have."""
+    """Most drafts of the request."""
     tokens: tuple[int, ...]
     match: int
-    """Tokens before them that the likest occurrence has in common with the request."""
+    """Length of the longest matching text before them."""
     votes: tuple[int, ...]
     voters: tuple[int, ...]
-    """Occurrences that went on with each token, of those that had gone on with all before it."""
+    """Occurrences that continued with each token, of those that continued with all tokens before it."""
     shared: bool = False
-    """Whether they come from earlier answers, not from the request's own text."""
+    """Whether they come from earlier answers instead of the request's own text."""
     chances: Sequence[float] = ()
-    """Of each draft to be accepted at all, if the step under way gives as many of the tokens as it can."""
+    """Probability of each draft to be accepted at all, if the step in flight confirms as many tokens as it can."""
     sent: bool = False
-    """Whether it is sent to the device, to be drafted."""
+    """Whether it was sent to the device for verification."""
     confirmed: bool = False
-    """Then only behind what the drafter drafts, and only where that is the same as far as it goes."""
+    """Whether it only extends the drafter's own drafts, where these agree with it."""
 
 
 class SuffixAcceptance:
-    """All estimates for suffix drafts."""
+    """Acceptance estimates for suffix drafts."""
 
     def __init__(self) -> None:
         self._kinds: dict[Kind, tuple[float, float]] = {}
-        """Hits and tries."""
+        """Hits and tries by group."""
         self._requests: dict[int, tuple[float, float, float]] = {}
-        """Hits, those that any request would have had, and tries."""
+        """Per request: hits, hits expected of an average request, tries."""
 
     def chances(self, key: int, offer: RoundOffer) -> list[float]:
-        """Of each token to be the target's if all before it were."""
+        """Probability that each token is the target's, given that all before it were."""
         odds = self._odds(key)
         return [chance * odds / (1 - chance + chance * odds) for _, chance in self._usual(offer)]
 
     def survivals(self, key: int, offer: RoundOffer) -> list[float]:
-        """Of each token to be accepted at all; of those before the first that hardly is."""
+        """Probability that each token is accepted at all, up to the first one that is too unlikely."""
         survival, made = 1.0, list[float]()
         for chance in self.chances(key, offer):
             survival *= chance
@@ -72,7 +71,7 @@ class SuffixAcceptance:
         return made
 
     def observe(self, key: int, offer: RoundOffer, came: Sequence[int]) -> None:
-        """Take what came in the place of an offer: of tokens behind the first wrong one nothing is known."""
+        """Count an offer against the tokens that came. Drafts behind a wrong one say nothing."""
         kept, own = 1 - 1 / MEMORY, self._requests.get(key, (0.0, 0.0, 0.0))
         for (kind, chance), drafted, token in zip(list(self._usual(offer)), offer.tokens, came, strict=False):
             hits, tries = self._kinds.get(kind, (0.0, 0.0))
@@ -83,16 +82,16 @@ class SuffixAcceptance:
         self._requests[key] = own
 
     def forget(self, key: int) -> None:
-        """Drop a request that has ended; what it taught of all stays."""
+        """Drop a finished request; the groups keep its counts."""
         self._requests.pop(key, None)
 
     def _odds(self, key: int) -> float:
-        """How much better a request fares than any, drawn towards no difference by tries that never were."""
+        """Odds ratio of a request against the average, with a neutral prior."""
         hits, expected, tries = self._requests.get(key, (0.0, 0.0, 0.0))
         return (hits + TRIES) / (expected + TRIES) * (tries - expected + TRIES) / (tries - hits + TRIES)
 
     def _usual(self, offer: RoundOffer) -> Iterator[tuple[Kind, float]]:
-        """Of each token its kind, and the chance of any request's. What matches grows by every token accepted."""
+        """Group and average probability of each token. Each accepted token makes the match longer."""
         for match, votes, voters in zip(count(offer.match), offer.votes, offer.voters, strict=False):
             agree = 2 + (votes > 1) if votes == voters else int(votes + votes > voters)
             kind = offer.shared, match.bit_length(), agree

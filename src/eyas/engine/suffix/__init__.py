@@ -1,1 +1,1 @@
-"""Drafts without a drafter: what followed the like of a request's text before."""
+"""Draft tokens without a drafter: continuations of earlier occurrences of the same text."""

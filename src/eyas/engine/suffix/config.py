@@ -1,4 +1,4 @@
-"""How suffix drafts are made. The names are those of vLLM's suffix decoding."""
+"""Configuration of suffix drafts, with the names of vLLM's suffix decoding."""
 
 import sys
 from dataclasses import dataclass
@@ -8,30 +8,27 @@ from reprlib import repr as shortened
 from eyas.errors import UserError
 
 MOST_DRAFTS = 48
-"""Suffix drafts of one step at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixConfig:
-    """What is looked for, and how much of it is kept."""
+    """Limits of matching, and of the earlier answers that are kept."""
 
     max_tree_depth: int = 24
-    """The longest match that is told from a longer one, and the most drafts unless `num_speculative_tokens` says so."""
+    """Longest match considered; also the most drafts, unless `num_speculative_tokens` is given."""
     max_spec_factor: float = 1.0
-    """Drafts at most, in parts of the match before them."""
+    """Most drafts, as a multiple of the match length."""
     min_token_prob: float = 0.1
-    """The least share of votes of a draft."""
+    """Least share of votes for a draft."""
     num_speculative_tokens: int | None = None
-    """The most drafts of a request in a step."""
+    """Most drafts per request and step."""
     max_cached_requests: int = 10_000
-    """Answers of a caller that are kept for later requests of the same caller; 0: none, a request knows its own text
-    alone."""
+    """Answers kept per caller for later requests of that caller; with 0 only the request's own text is searched."""
     max_cached_tokens: int = 2**16
-    """The same in tokens: when more come, the oldest are forgotten."""
+    """Tokens kept per caller; the oldest answers are dropped first."""
     max_callers: int = 32
-    """Callers whose answers are kept; those that were idle longest are forgotten."""
+    """Callers whose answers are kept; the least recently active are dropped first."""
     max_age_seconds: float = 3600.0
-    """How long an answer is kept."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -58,7 +55,6 @@ class SuffixConfig:
 
     @property
     def deepest(self) -> int:
-        """The most drafts of a request in a step."""
         return self.num_speculative_tokens or self.max_tree_depth
 
 

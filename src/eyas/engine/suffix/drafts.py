@@ -1,7 +1,7 @@
-"""What may follow a request's text: looked up in the text itself, and in earlier answers to the same caller.
+"""Suffix drafts: continuations found in a request's own text and in earlier answers to the same caller.
 
-Every request has an index of its own, of its prompt and of what was committed of its answer. It is made when the
-request is first looked up and grows with it; preemption does not touch it.
+Each request has an index of its prompt and its committed answer. It is built at the first look-up and grows with the
+request; preemption does not affect it.
 """
 
 from array import array
@@ -15,11 +15,11 @@ from eyas.engine.suffix.shared_answers import SharedAnswers
 from eyas.kernels.suffix_index import Continuation, SuffixIndex, SuffixLimits
 
 FIRST_ROOM = 256
-"""Tokens that an answer may come to before its index is made anew, twice as large."""
+"""Answer tokens that a new index has room for; a full index is rebuilt twice as large."""
 
 
 class SuffixDrafts:
-    """Continuations for requests under way."""
+    """Finds continuations for running requests."""
 
     def __init__(self, config: SuffixConfig, clock: Callable[[], float]) -> None:
         self.config, self.clock = config, clock
@@ -27,17 +27,16 @@ class SuffixDrafts:
         self.answers = SharedAnswers(config, clock)
         self.gate = LookupGate()
         self._texts: dict[int, tuple[SuffixIndex, array[int]]] = {}
-        """The index of each request that was looked up, and the tokens that it has."""
+        """Index of each request that was looked up, with the indexed tokens."""
         self._seqs: dict[int, SequenceState] = {}
-        """Requests that may have suffix drafts, whether they were looked up or not."""
+        """All requests that may have suffix drafts."""
 
     @property
     def bytes(self) -> int:
-        """Memory that all indexes can take."""
         return self.answers.bytes + sum(index.bytes for index, _ in self._texts.values())
 
     def offer(self, seq: SequenceState, deepest: int) -> RoundOffer | None:
-        """The most promising continuation behind a request's tokens, so deep behind what steps under way may give."""
+        """Find the best continuation of a request, up to `deepest` tokens behind those that steps in flight may add."""
         config, known, depth = self.config, len(seq.tokens), seq.request.speculation.depth
         ahead = sum(flight.most for flight in seq.flights)
         most = min(deepest, depth or config.deepest, config.deepest, seq.limit - known - 1 - ahead)
@@ -54,17 +53,17 @@ class SuffixDrafts:
         return max(offers, key=lambda offer: sum(offer.chances), default=None)
 
     def admit(self, seq: SequenceState) -> None:
-        """Take note of a request that may have suffix drafts."""
+        """Register a request that may have suffix drafts."""
         self._seqs[seq.key] = seq
 
     def observe(self, key: int, offer: RoundOffer) -> None:
-        """Take what came in the place of an offer; requests that were cancelled meanwhile teach nothing."""
+        """Learn from the tokens that came after an offer; cancelled requests are ignored."""
         seq = self._seqs.get(key)
         if seq is not None:
             self.acceptance.observe(key, offer, seq.tokens[offer.known :])
 
     def forget(self, key: int) -> None:
-        """Drop a request that ended; its answer may serve later ones."""
+        """Drop a finished request and keep its answer for later ones."""
         self._texts.pop(key, None)
         self.acceptance.forget(key)
         self.gate.forget(key)
@@ -73,7 +72,7 @@ class SuffixDrafts:
             self.answers.add(seq.request.cache_salt, seq.tokens[seq.prompt_length :])
 
     def _follow(self, seq: SequenceState) -> "tuple[SuffixIndex, array[int]]":
-        """The index of a request, with all its tokens, or as many more of a long prompt as a step has time for."""
+        """Update a request's index; a long prompt is indexed in portions, one per step."""
         index, text = self._texts.get(seq.key, (None, array("i")))
         if index is None or len(seq.tokens) > index.capacity:
             room = max(len(seq.tokens) + FIRST_ROOM, 0 if index is None else 2 * index.capacity)
@@ -86,7 +85,7 @@ class SuffixDrafts:
         return index, text
 
     def _within(self, found: Continuation, ahead: int) -> Continuation:
-        """A continuation as far as the limits allow, and as many tokens more as are under way."""
+        """Cut a continuation to the limits, plus the tokens that are in flight."""
         allowed = max(1, int(min(self.config.max_spec_factor * found.match, MOST_DRAFTS)))
         most, count = min(len(found.tokens), allowed + ahead), 0
         while count < most and found.votes[count] >= self.config.min_token_prob * found.voters[count]:

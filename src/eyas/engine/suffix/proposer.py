@@ -1,10 +1,10 @@
-"""Suffix drafts beside those of a drafter, or without one: a proposer around another.
+"""Suffix drafts beside a drafter's, or alone: a proposer that wraps another.
 
-    plan     requests that may have suffix drafts are looked up; the choice says whose are verified, and how deep
-    draft    what was looked up is sent to the device, which drafts it where the request has come to be as expected
-    observe  what came is compared with all that was looked up, verified or not
+    plan     look up requests that may have suffix drafts, and choose which are verified and how deep
+    draft    send the found drafts to the device, which uses them where the request went on as expected
+    observe  compare all found drafts with the tokens that came, verified or not
 
-Verification needs nothing of this: a suffix draft is a chain like another.
+Suffix drafts are verified like any chain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,43 +22,39 @@ from eyas.engine.speculation.suffix_choice import OVER_DRAFTER, SuffixChoice, ga
 from eyas.engine.suffix.drafts import SuffixDrafts
 
 MOST_IN_A_ROUND = 16
-"""Requests of a round up to which they are looked up: passes of many are full without."""
+"""Most requests of a round with look-ups; larger rounds fill the passes without them."""
 
 
 class SuffixProposer(Proposer):
-    """Proposes what the text says, or what the inner proposer does, or both."""
+    """Proposes suffix drafts, the inner proposer's drafts, or both."""
 
     def __init__(self, inner: Proposer, drafts: SuffixDrafts, controller: Controller, runner: RoundRunner) -> None:
         self.inner, self.drafts, self.layer_ids = inner, drafts, inner.layer_ids
         self._controller, self._runner = controller, runner
         self._choice = SuffixChoice(controller.costs, runner.shapes, exact=runner.graphs.exact)
         self._drafter_rate = 0.0
-        """Tokens per second and request that the drafter's latest plan promises; 0 without one."""
+        """Tokens per second and request expected by the drafter's latest plan; 0 without one."""
         self._saved = 0.0
-        """Seconds that look-ups are expected to save, less those that they took; since that was booked."""
+        """Seconds that look-ups should save, minus their cost, not booked yet."""
 
     @property
     def needs_landing(self) -> bool:
-        """Whether the inner proposer needs it."""
         return self.inner.needs_landing
 
     def admit(self, seq: SequenceState) -> None:
-        """Take note of a request that came."""
         self.inner.admit(seq)
         if seq.request.speculation.by_suffix:
             self.drafts.admit(seq)
 
     def forget(self, key: int) -> None:
-        """Drop what is kept for a request that ended."""
         self.inner.forget(key)
         self.drafts.forget(key)
 
     def warm_up(self) -> None:
-        """Do for the first time what takes longer then."""
         self.inner.warm_up()
 
     def plan(self, decoding: Sequence[SequenceState]) -> DraftPlan:
-        """What requests are offered, and what the drafter does."""
+        """Plan suffix drafts and the drafter's drafts together."""
         rows, gate = len(decoding), self.drafts.gate
         asked = [seq for seq in decoding if seq.request.speculation.by_suffix] if rows <= MOST_IN_A_ROUND else []
         plain = self._controller.costs.at(rows, 0) if asked else None
@@ -81,11 +77,11 @@ class SuffixProposer(Proposer):
     def _plan_round(
         self, decoding: Sequence[SequenceState], offers: Mapping[int, RoundOffer], plain_rate: float
     ) -> DraftPlan:
-        """How a round drafts, where plain steps give a request so many tokens per second.
+        """Plan a round; `plain_rate` is the tokens per second and request of plain steps.
 
-        Either all drafts of a round are suffix drafts, and the drafter does not run; or it runs for all, as it does
-        without any, suffix drafts that promise more are verified in the place of its own, for free, and where it is
-        worth a larger pass they go on behind chains that say the same.
+        Either all drafts are suffix drafts and the drafter does not run, or it runs as usual. In that case suffix
+        drafts replace the drafter's where they promise more, at no cost, and where a larger pass pays they extend
+        chains that agree with them.
         """
         rows, likely = len(decoding), {key: offer for key, offer in offers.items() if offer.chances}
         if not any(seq.speculates and seq.request.speculation.depth for seq in decoding):
@@ -102,28 +98,28 @@ class SuffixProposer(Proposer):
                 return DraftPlan(slots=slots, drafter_depth=0, offers=offers)
         plan = replace(self._plan_of_drafter(decoding), offers=offers)
         depth, rate = max(plan.slots.values(), default=0), rows * max(self._drafter_rate, plain_rate)
-        return self._beside_drafter(plan, likely, rows, depth, rate) if depth and plan.tree is None else plan
+        return self._with_drafter(plan, likely, rows, depth, rate) if depth and plan.tree is None else plan
 
     def _plan_of_drafter(self, decoding: Sequence[SequenceState]) -> DraftPlan:
-        """What the drafter alone would do."""
+        """Plan the drafter's drafts alone."""
         plan = self.inner.plan(decoding)
         drafts = plan.choice is not None and plan.choice.depth and plan.choice.purpose
         self._drafter_rate = drafts.rate / len(decoding) if drafts else 0.0
         return plan
 
-    def _beside_drafter(
+    def _with_drafter(
         self, plan: DraftPlan, likely: Mapping[int, RoundOffer], rows: int, depth: int, rate: float
     ) -> DraftPlan:
-        """Offers for a round in which the drafter drafts so deep: in the place of its drafts, or behind them."""
+        """Add suffix drafts to a round in which the drafter drafts `depth` deep: in place of its drafts or behind."""
         slots, behind, gain = dict(plan.slots), list[Sequence[float]](), 0.0
         for key, offer in likely.items():
             own = self._controller.acceptance.survivals[: slots.get(key, 0)]
             reached, usual = own[-1] if own else 1.0, sum(own)
-            slots[key] = len(own) or depth  # which the pass has for every row
+            slots[key] = len(own) or depth  # the pass has that many for every row
             more = sum(offer.chances[: slots[key]])
             if more > OVER_DRAFTER * usual:
                 offer.sent, reached, gain = True, 1.0, gain + more - usual
-            # Both are right, as if they knew nothing of each other; what the text has behind is right as ever then.
+            # Chance that both agree, taken as independent; the text's continuation is then as likely as ever.
             behind.append([reached * chance for chance in offer.chances[slots[key] :]])
         deeper = self._choice.round_beyond(rows, depth, behind, rate)
         if deeper > depth:
@@ -136,25 +132,25 @@ class SuffixProposer(Proposer):
         self._saved += gain / rate
         return replace(plan, slots=slots, drafter_depth=depth if deeper > depth else plan.drafter_depth)
 
-    def draft(self, made: Round, plan: DraftPlan) -> None:
-        """Queue the drafter's passes, and put what was looked up in the place of its drafts or behind them."""
-        drafts = plan.offers and made.depth and not made.of_prompts
-        found = [plan.offers.get(row.seq.key) for row in made.rows] if drafts else []
+    def draft(self, round_: Round, plan: DraftPlan) -> None:
+        """Queue the drafter's passes, then put suffix drafts in place of its drafts or behind them."""
+        drafts = plan.offers and round_.depth and not round_.of_prompts
+        found = [plan.offers.get(row.seq.key) for row in round_.rows] if drafts else []
         sent = [SentOffer(x.known, x.tokens, x.confirmed) if x and x.sent else None for x in found]
         if not any(sent):
-            self.inner.draft(made, plan)
+            self.inner.draft(round_, plan)
             return
-        made.offers, runner = plan.offers, self._runner
-        place = runner.graphs.placing(made.bucket, made.depth, made.drafter_depth)
-        self.inner.draft(made, plan)
-        runner.send_rows(made)
+        round_.offers, runner = plan.offers, self._runner
+        place = runner.graphs.placing(round_.bucket, round_.depth, round_.drafter_depth)
+        self.inner.draft(round_, plan)
+        runner.send_rows(round_)
         runner.state.send_offers(runner.queue, sent)
         runner.queue.run(place)
 
     def observe(self, report: StepReport) -> None:
-        """Learn from what came in the place of offers, and tell the inner proposer of its own drafts."""
+        """Learn from the tokens that came, and report the drafter's own drafts to the inner proposer."""
         if report.choice is None and report.seconds is not None and report.requests:
-            seconds = report.seconds - report.thinking - report.catching_up
+            seconds = report.seconds - report.planning - report.catching_up
             self._choice.observe(report.requests, report.depth, report.suffix_drafted, seconds)
         if report.offers:
             began = self.drafts.clock()
@@ -162,5 +158,5 @@ class SuffixProposer(Proposer):
                 self.drafts.observe(key, offer)
             self._saved -= self.drafts.clock() - began
             if any(offer.sent for offer in report.offers.values()):
-                report = replace(report, choice=None)  # its time and its tokens are not those of the drafter's plan
+                report = replace(report, choice=None)  # time and tokens do not belong to the drafter's plan
         self.inner.observe(report)

@@ -1,11 +1,10 @@
-"""Recent answers, for later requests of the same caller.
+"""Recent answers, searched for suffix drafts of later requests of the same caller.
 
-Callers are told apart as the prefix cache does it, by `Request.cache_salt`: the server makes that of the API key, so
-nothing that was said to one key is ever looked at for another. There is no way to share across salts. What enters are
-the committed tokens of an answer that ended, which are the target's own; drafts never do, rejected or not, nor do
-prompts.
+Callers are separated by `Request.cache_salt`, like the prefix cache. The server derives it from the API key, so no key
+sees another key's answers; there is no sharing across salts. Only the committed tokens of finished answers are kept,
+never drafts or prompts.
 
-Bounded by tokens and by the number of answers for each caller, by the number of callers, and by age.
+Bounded by tokens and answers per caller, by callers, and by age.
 """
 
 from collections import OrderedDict, deque
@@ -16,20 +15,19 @@ from eyas.kernels.suffix_index import Continuation, SuffixIndex, SuffixLimits
 
 
 class SharedAnswers:
-    """The answers of all callers, each for themselves."""
+    """Indexes of answers, one per caller."""
 
     def __init__(self, config: SuffixConfig, clock: Callable[[], float]) -> None:
         self._config, self._clock = config, clock
         self._callers: OrderedDict[str | None, tuple[SuffixIndex, deque[tuple[float, int]]]] = OrderedDict()
-        """Of each caller the text, and of each answer when it came and where it begins, oldest first."""
+        """Per caller: the index, and each answer's time and start, oldest first."""
 
     @property
     def bytes(self) -> int:
-        """Memory that they can take."""
         return sum(index.bytes for index, _ in self._callers.values())
 
     def add(self, caller: str | None, answer: Sequence[int]) -> None:
-        """Keep an answer, and let callers go that are too many or whose newest answer is too old."""
+        """Keep an answer; drop callers that are too many or too old."""
         config, oldest = self._config, self._clock() - self._config.max_age_seconds
         if not config.max_cached_requests or len(answer) < 2:
             return
@@ -44,7 +42,7 @@ class SharedAnswers:
         begins = len(index)
         index.extend(answer[-(index.capacity - 1) :])
         index.end_text()
-        if len(index) <= begins:  # it has begun anew
+        if len(index) <= begins:  # the index was full and started over
             starts.clear()
             begins = 0
         starts.append((self._clock(), begins))
@@ -52,7 +50,7 @@ class SharedAnswers:
             starts.popleft()
 
     def propose(self, caller: str | None, context: Sequence[int], most: int) -> Continuation | None:
-        """What followed the like of this in an answer to the same caller."""
+        """Find a continuation of this context in the caller's answers."""
         index, starts = self._callers.get(caller, (None, deque[tuple[float, int]]()))
         while starts and starts[0][0] < self._clock() - self._config.max_age_seconds:
             starts.popleft()

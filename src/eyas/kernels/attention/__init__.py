@@ -1,1 +1,1 @@
-"""Attention over blocks of keys and values."""
+"""Paged attention."""

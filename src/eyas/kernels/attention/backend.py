@@ -1,13 +1,12 @@
-"""What every attention backend does in a pass: new keys and values are written, then every token reads what it sees.
+"""The interface of attention backends: write new keys and values, then attend.
 
-One law of visibility, for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
+One rule of visibility for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
 row says (`metadata.py`); with a window it sees of these only positions above p - window, and the first `sinks` slots.
-Some targets learn a score for every head that stands beside those of the keys and has no value (`sink_logit_H`): it
-takes a share of the weights away.
+Some targets learn a score per head without a value (`sink_logit_H`), which takes a share of the attention weights.
 
-Three backends keep it: kernels that read through the block tables, on CUDA (`triton.py`) and, where there is a C
-compiler, in float32 on a CPU (`cpu.py`), and torch's own operations anywhere else (`dense.py`), which are their oracle.
-`choose.py` knows which is for whom.
+Three backends implement it: Triton kernels on CUDA (`triton.py`) and compiled C in float32 on a CPU (`cpu.py`), both
+reading through block tables, and torch operations anywhere else (`dense.py`), the reference for both. `choose.py`
+chooses.
 
 Shapes: N tokens of a pass, C slots of the cache, H query heads, G key heads, K size of queries and keys, V of values.
 """
@@ -23,7 +22,7 @@ from eyas.kernels.attention.metadata import AttentionMetadata
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What a layer of a model asks of attention, beside its numbers."""
+    """What a layer of a model asks of attention, beside its tensors."""
 
     layer: int
     heads: int
@@ -37,7 +36,7 @@ class AttentionCall:
 
 
 class AttentionBackend(ABC):
-    """Attention of one pass, over keys and values of a layer that the caller hands in."""
+    """Attention of one pass; the caller passes a layer's keys and values."""
 
     def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
         self.metadata, self.sinks = metadata, sinks
@@ -53,9 +52,9 @@ class AttentionBackend(ABC):
         window: int | None = None,
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
-        """Answer every query, [N, H, V], where the new keys and values have been written.
+        """Attend [N, H, V]; the new keys and values have been written already.
 
-        Scores are scaled and, with a softcap, bent to softcap * tanh(score / softcap); sink logits are not.
+        Scores are scaled and, with a softcap, become softcap * tanh(score / softcap); sink logits do not.
         """
 
     def write_and_attend(
@@ -70,12 +69,11 @@ class AttentionBackend(ABC):
         window: int | None = None,
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
-        """Write the new keys and values, and answer every query."""
         write_slots(keys_GCK, values_GCV, self.metadata.slot_mapping_N, k_NGK, v_NGV)
         return self.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window, sink_logit_H)
 
 
 def write_slots(keys_GCK: Tensor, values_GCV: Tensor, slot_mapping_N: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> None:
-    """Put new keys and values in their slots."""
+    """Write new keys and values to their slots."""
     for memory, x_NGK in ((keys_GCK, k_NGK), (values_GCV, v_NGV)):
         bits(memory).index_copy_(1, slot_mapping_N, bits(as_stored(x_NGK, memory.dtype)).transpose(0, 1))

@@ -1,4 +1,4 @@
-"""Which attention backend serves a pass."""
+"""Chooses the attention backend of a pass."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from eyas.kernels.attention.metadata import AttentionMetadata
 
 
 def choose_backend(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionBackend:
-    """The fastest backend there is for a pass on its device."""
+    """The fastest backend for a pass on its device."""
     if metadata.slot_mapping_N.is_cuda and has_triton():
         from eyas.kernels.attention.triton import TritonBackend  # torch for CPUs comes without triton
 
@@ -24,5 +24,5 @@ def choose_backend(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionB
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton's kernels can run; torch for CPUs comes without."""
+    """Whether Triton is installed; torch for CPUs comes without it."""
     return find_spec("triton") is not None

@@ -1,22 +1,23 @@
-/* Attention over blocks in float32: one layer of a whole pass in one call.
+/* Paged attention in float32: one layer of a whole pass in one call.
  *
- * Decoding one token reads all keys and values of its request once and does little with them, so what counts is that
- * they are read where they lie, by all cores, and that nothing else is done per row and layer.
+ * Decoding one token reads all keys and values of its request once and does little with them. So what counts is that
+ * they are read in place, by all cores, and that nothing else is done per row and layer.
  *
  *     row     the new tokens of one request; all queries of a row, and the F heads that share a key head, are
  *             "lines": line i is query i / F, head i % F
  *     unit    up to BLOCK lines of a row
  *     chunk   CHUNK neighbouring positions. A unit, a chunk and a key head are a task; any core may do it
- *     part    what a line has of a chunk: its largest score, the sum of weights and of weighted values
+ *     part    a line's result for a chunk: its largest score, the sum of weights and of weighted values
  *
- * Who ends the last task of a unit puts its parts together: nobody waits for anybody before the end of the layer.
+ * The thread that ends the last task of a unit merges its parts: there is no barrier before the end of the layer.
  *
- * Invariant: a query's answer is the same to the last bit whatever stands beside it in the pass, whether its path is a
- * chain or a branch of a tree, wherever its blocks lie and however many threads there are. A query's slots are listed by
+ * Invariant: a query's result is the same to the last bit whatever else is in the pass, whether its path is a chain or
+ * a branch of a tree, wherever its blocks are and however many threads there are. A query's slots are listed by
  * position; chunks begin at multiples of CHUNK; scores, sums of a chunk and the sum over chunks are each added up in
- * one order. Blocks, tiles and threads only choose what is worked on together.
+ * one order. Blocks, tiles and threads only choose what is computed together.
  *
- * What a query does not see may hold anything: it is not read, or its score is dropped (keys of later queries of a row).
+ * What a query does not see may hold anything: it is not read, or its score is dropped (keys of later queries of a
+ * row).
  *
  * Names: N tokens, H query heads, G key heads, F = H / G, C slots of the cache, K size of keys, V of values.
  */
@@ -36,16 +37,16 @@ enum { TILE = 3 };
 enum {
     CHUNK = 128, /* positions: keys, or values, of a chunk stay in the first-level cache for all lines */
     BLOCK = 32,  /* lines */
-    LINE = 16,   /* numbers that come from memory at once */
+    LINE = 16,   /* floats in a cache line */
     AHEAD = 16,  /* slots */
     WIDE = 4,    /* vectors of a value worked on at once */
 };
 
-/* What is the same for all layers of a pass; cpu.py has the same fields. */
+/* Constant over all layers of a pass; cpu.py has the same fields. */
 struct pass {
     const int32_t *table; /* [rows][blocks] */
     int32_t *base;        /* [rows] */
-    int32_t *end;         /* [rows]: the slot behind the tail */
+    int32_t *end;         /* [rows]: the slot after the tail */
     const int32_t *start; /* [rows]: the first token */
     const int32_t *count; /* [rows]: new tokens */
     const uint64_t *seen; /* [N]: bit t: the token sees tail slot t, where a tail is that short; null: all are chains */
@@ -53,8 +54,8 @@ struct pass {
     struct unit *units;
     struct task *tasks;
     float *parts;
-    int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
-    const int32_t *idle; /* tokens of no row, which get zeros */
+    int32_t *left; /* [units][G]: open tasks; restored when a layer ends */
+    const int32_t *idle; /* tokens outside all rows, which get zeros */
     int64_t rows, blocks, block_size, new_tokens, idle_count;
     int64_t unit_count, task_count, part_count;
     int64_t window, sinks; /* window 0: none */
@@ -65,7 +66,7 @@ struct pass {
 
 struct unit {
     int32_t row, first, lines;       /* lines of the row */
-    int32_t first_chunk, end_chunk;  /* nothing is seen in others */
+    int32_t first_chunk, end_chunk;  /* in other chunks nothing is seen */
     int32_t first_part;              /* parts: [chunk][key head][line] from here on */
 };
 
@@ -110,7 +111,7 @@ INLINE void score(const int rows, const float *const *q, const float *const *key
 
 /* Scores become weights e^(score - most); `part` gets the largest score and the sum of weights. */
 static void weigh(float *scores, long count, float scale, float softcap, float *part) {
-    enum { STEP = 4 * LANES }; /* four vectors at once: each waits for itself only */
+    enum { STEP = 4 * LANES }; /* four vectors at once: they are independent */
     const long whole = (count + STEP - 1) / STEP * STEP;
     for (long j = 0; j < whole; j += LANES) {
         vector *s = (vector *)(scores + j);
@@ -179,8 +180,8 @@ INLINE void mix_all(const int rows, const float *weight, const float *values, lo
     for (; c + WIDE * LANES <= V; c += WIDE * LANES)
         mix(rows, WIDE, weight, values + c, V, slot, count, mixed + c, stride);
     for (; c + LANES <= V; c += LANES) mix(rows, 1, weight, values + c, V, slot, count, mixed + c, stride);
-    /* Slot by slot: compilers may make of one sum over all slots products in vectors that are rounded before they are
-     * added, and of another one, of other lines, none. */
+    /* Slot by slot: otherwise compilers may vectorise the sums of some lines with rounded products, and of others with
+     * fused ones. */
     for (int r = 0; r < rows && c < V; r++) {
         float *left = mixed + r * stride;
         for (long i = c; i < V; i++) left[i] = 0;
@@ -193,8 +194,8 @@ INLINE void fetch(const float *x, long size) {
     for (long i = 0; i < size; i += LINE) __builtin_prefetch(x + i);
 }
 
-/* Told to, it has keys fetched some slots ahead, and values for when all scores are there: blocks lie anywhere, so that
- * no processor guesses which comes next. */
+/* Optionally prefetches keys some slots ahead, and values for when all scores are there: blocks are anywhere, so the
+ * CPU cannot guess which comes next. */
 INLINE void score_all(const int rows, const int fetches, const float *const *q, const float *keys, const float *values,
                       long K, long V, const int32_t *slot, long count, float *scores) {
     for (long j = 0; j < count; j += 4) {
@@ -212,7 +213,7 @@ INLINE void score_all(const int rows, const int fetches, const float *const *q, 
 #define TILES(call) \
     switch (rows) { case 1: call(1); break; case 2: call(2); break; case 3: call(3); break; default: call(TILE); }
 
-/* mixed[:] += sum over first <= j < end of weight[j] * values[slot[j]][:], for one line: it goes on where `mix` ended. */
+/* mixed[:] += sum over first <= j < end of weight[j] * values[slot[j]][:], for one line, continuing after `mix`. */
 static void mix_further(const float *weight, const float *values, long V, const int32_t *slot, long first, long end,
                         float *mixed) {
     for (long j = first; j < end; j++) {
@@ -223,14 +224,14 @@ static void mix_further(const float *weight, const float *values, long V, const 
     }
 }
 
-/* The parts of up to BLOCK lines. Each sees the first counts[line] of these slots, no fewer than the line before it sees,
- * and no others of the chunk; `slot` has room for CHUNK. */
+/* The parts of up to BLOCK lines. Each sees the first counts[line] of these slots, no fewer than the line before it
+ * sees, and no others of the chunk; `slot` has room for CHUNK. */
 static void attend(const float *const *q, long lines, const float *keys, const float *values, long K, long V,
                    int32_t *slot, const int32_t *counts, float scale, float softcap, float *parts) {
     float weight[BLOCK * CHUNK];
     const long stride = MIXED + V, tiles = (lines + TILE - 1) / TILE, most = counts[lines - 1];
-    for (long j = most; j % 4; j++) slot[j] = slot[most - 1]; /* scored in fours; what is too much is dropped */
-    for (long t = 0; t < tiles; t++) { /* as even as can be */
+    for (long j = most; j % 4; j++) slot[j] = slot[most - 1]; /* scored in fours; excess ones are dropped */
+    for (long t = 0; t < tiles; t++) { /* as even as possible */
         const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
         const int fetches = t == 0 && lines < BLOCK; /* many lines take longer than memory */
         const long count = counts[first + rows - 1];
@@ -248,9 +249,10 @@ static void attend(const float *const *q, long lines, const float *keys, const f
     }
 }
 
-/* --- who sees what ----------------------------------------------------------------------------------------------- */
+/* --- visibility
+ * ------------------------------------------------------------------------------------------------------ */
 
-/* Whether the tail slots that a row's queries see are told by bits; else they are all up to a query's own. */
+/* Whether bits say which tail slots a row's queries see; otherwise each sees all up to its own. */
 static int has_bits(const struct pass *pass, long row) {
     return pass->seen && pass->end[row] - pass->base[row] <= 64;
 }
@@ -264,7 +266,7 @@ static int32_t place_of(const struct pass *pass, long row, long slot) {
     return pass->table[row * pass->blocks + slot / pass->block_size] * pass->block_size + slot % pass->block_size;
 }
 
-/* Where the positions of a chunk lie that a query sees, in their order. */
+/* List the slots of a chunk that a query sees, by position. */
 static long list_slots(const struct pass *pass, long row, long query, long chunk, int32_t *slots) {
     const long base = pass->base[row], own = position_of(pass, row, query);
     const long begin = chunk * CHUNK, end = smaller(begin + CHUNK, own + 1);
@@ -287,7 +289,7 @@ static long list_slots(const struct pass *pass, long row, long query, long chunk
     return count;
 }
 
-/* Whether all queries of a unit see all positions of a chunk, and those in the same slots. */
+/* Whether all queries of a unit see all positions of a chunk, in the same slots. */
 static int is_shared(const struct pass *pass, const struct unit *unit, long chunk) {
     const long begin = chunk * CHUNK, end = begin + CHUNK, row = unit->row;
     const long first = unit->first / pass->shared, last = (unit->first + unit->lines - 1) / pass->shared;
@@ -298,7 +300,7 @@ static int is_shared(const struct pass *pass, const struct unit *unit, long chun
     return 1;
 }
 
-/* Whether what a query of a row sees, the later ones see too, in the same slots and before all else. */
+/* Whether later queries of a row see what earlier ones see, in the same slots and before anything else. */
 static int is_nested(const struct pass *pass, long row) { return !pass->window && !has_bits(pass, row); }
 
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
@@ -343,7 +345,7 @@ static void run_task(const struct pass *pass, const struct layer *layer, long in
     }
 }
 
-/* Put the parts of a unit's lines together. */
+/* Merge the parts of a unit's lines. */
 static void merge(const struct pass *pass, const struct layer *layer, const struct unit *unit, long g) {
     const long F = pass->shared, V = pass->value_size, stride = MIXED + V, lines = unit->lines;
     const long next = pass->key_heads * lines * stride, chunks = unit->end_chunk - unit->first_chunk;
@@ -378,8 +380,8 @@ static struct unit unit_of(const struct pass *pass, long row, long first, long e
                          .first_chunk = (int32_t)(nearest / CHUNK), .end_chunk = (int32_t)((most + ahead) / CHUNK + 1)};
 }
 
-/* Counts the units of a pass from number `from` on, no more than have room in `most_parts` parts but for one, their tasks
- * and their parts; gives the number of the next unit, or 0 if there is none. Lists them, where there is memory for that. */
+/* Counts the units of a pass from number `from` on, up to `most_parts` parts but at least one unit, with their tasks
+ * and parts; returns the number of the next unit, or 0 at the end. Lists them if there is memory for that. */
 long plan_blocks(struct pass *pass, long from, long most_parts, long ahead) {
     const long G = pass->key_heads;
     long number = 0;
@@ -404,8 +406,8 @@ long plan_blocks(struct pass *pass, long from, long most_parts, long ahead) {
     return 0;
 }
 
-/* Let the new tokens of every row stand one slot further on, in a pass of chains that was planned to reach so far:
- * chunks that nobody sees yet give nothing. */
+/* Advance every row's new tokens by one slot, in a pass of chains that was planned that far: chunks that nothing sees
+ * yet contribute nothing. */
 void advance_blocks(struct pass *pass) {
     for (long r = 0; r < pass->rows; r++) {
         pass->base[r]++, pass->end[r]++;
@@ -429,13 +431,13 @@ static void run_tasks(const void *of, long first, long end) {
     }
 }
 
-/* What whoever prepares a pass must know. */
+/* Sizes that callers need to prepare a pass. */
 int chunk_positions(void) { return CHUNK; }
 int pass_bytes(void) { return sizeof(struct pass); }
 int unit_bytes(void) { return sizeof(struct unit); }
 
-/* Write the new keys and values [N, G, .] to their slots in keys and values [G, C, .], then answer q [N, H, K] of all
- * units in output [N, H, V]. `softcap` 0 is none; `sink` may be null. */
+/* Write the new keys and values [N, G, .] to their slots in keys and values [G, C, .], then attend q [N, H, K] of all
+ * units to output [N, H, V]. `softcap` 0 means none; `sink` may be null. */
 void attend_blocks(const struct pass *pass, const float *q, const float *k, const float *v, float *keys, float *values,
                   const float *sink, float *output, float scale, float softcap) {
     const long G = pass->key_heads, C = pass->slots, K = pass->key_size, V = pass->value_size;

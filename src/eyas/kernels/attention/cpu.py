@@ -1,17 +1,16 @@
-"""Attention over blocks on a processor, by code compiled for it (`cpu.c`).
+"""Paged attention on a CPU, by code compiled for it (`cpu.c`).
 
-Decoding and verification take a few queries per request against all its keys. Done piece by piece in torch
-(`dense.py`), a layer costs several operations for every row, which together can take as long as the matrix products.
-Here a layer is one call, whatever the rows; all that is the same for all layers is worked out once per pass.
+Decoding and verification have a few queries per request against all its keys. Done piece by piece in torch
+(`dense.py`), a layer takes several operations per row, which together can take as long as the matrix products. Here a
+layer is one call for all rows; whatever is the same for all layers is computed once per pass.
 
-Invariant: a query's answer depends on its own path alone, to the last bit; not on the rows beside it, on drafts behind
-it, on how a prompt was cut into chunks, on where its blocks lie or on the number of threads. Together with linears that
-have the same property (`linear/packed_linear.py`) greedy decoding gives the same tokens one by one and verified in
-drafts.
+Invariant: a query's result depends on its own path alone, to the last bit; not on the rows beside it, on drafts after
+it, on chunks of a prompt, on where its blocks lie or on the number of threads. With linears that have the same property
+(`linear/packed_linear.py`), greedy decoding gives the same tokens one by one and verified as drafts.
 
 Shapes: N tokens of a pass, H query heads, G key heads, C slots of the cache, S those of blocks that are read, K size of
 queries and keys, V of values. A unit is up to a block of (query, head) lines of a row that share a key head; it is
-worked off in chunks of positions.
+processed in chunks of positions.
 """
 
 import ctypes
@@ -34,9 +33,9 @@ from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
 MOST_PARTS_BYTES = 4 * 2**20
-"""Intermediate results kept at once, unless a single unit has more: they should stay in a processor's cache."""
+"""Intermediate results kept at once, unless a single unit has more: they should stay in the CPU's cache."""
 WORK_OF_A_THREAD = 1 << 18
-"""Products of numbers below which a second thread costs more than it saves."""
+"""Below this many multiplications a second thread costs more than it saves."""
 
 _POINTERS = ("table", "base", "end", "start", "count", "seen", "slot", "units", "tasks", "parts", "left", "idle")
 _NUMBERS = (
@@ -58,7 +57,6 @@ class AttentionKernel:
     """The compiled attention."""
 
     library: ctypes.CDLL
-    made_by: str
 
     def __post_init__(self) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_float
@@ -70,28 +68,28 @@ class AttentionKernel:
 
     @cached_property
     def unit_size(self) -> int:
-        """Integers of 32 bits that say what a unit is."""
+        """The size of a unit's description, in 32-bit integers."""
         return int(self.library.unit_bytes()) // 4
 
     @cached_property
     def chunk(self) -> int:
-        """Positions in a chunk."""
+        """Positions per chunk."""
         return int(self.library.chunk_positions())
 
 
 @cache
 def load_kernel() -> tuple[AttentionKernel | None, str]:
-    """Return the kernel and who compiled it, or None and the reason why there is none."""
+    """Return the kernel and its compiler, or None and the reason why there is none."""
     library, words = load_native(SOURCE)
     if library is None:
         return None, words
-    kernel = AttentionKernel(library, words)
-    return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
+    kernel = AttentionKernel(library)
+    return (kernel, words) if _is_right(kernel) else (None, f"the library compiled by {words} computes wrong results")
 
 
 @torch.no_grad()
 def _is_right(kernel: AttentionKernel) -> bool:
-    """Try it: the compiler is one that nobody here has met."""
+    """Try it: this compiler may never have been tested."""
     if kernel.library.pass_bytes() != ctypes.sizeof(_Pass):
         return False
     size, count, base = 20, 3, kernel.chunk + 5
@@ -120,11 +118,11 @@ class _Asked(NamedTuple):
 
 
 class CompiledBackend(AttentionBackend):
-    """By the kernel, which writes the new keys and values as well; what it cannot read is answered densely.
+    """Runs the kernel, which also writes the new keys and values; what it cannot read goes to `DenseBackend`.
 
-    The kernel reads float32. 8-bit keys and values of the blocks that a pass reads are made float32 for every layer
-    anew: that saves memory and no time, and an answer still depends on its own path alone. Rows that were laid out in
-    tensors are read from there; tokens of no row get nothing.
+    The kernel reads float32. 8-bit keys and values of the blocks in use are converted to float32 in every layer: that
+    saves memory, not time, and a result still depends on its own path alone. Rows that were laid out on a device are
+    read from its tensors; tokens outside all rows are not computed.
     """
 
     def __init__(self, kernel: AttentionKernel, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
@@ -150,11 +148,10 @@ class CompiledBackend(AttentionBackend):
         window: int | None = None,
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
-        """Answer every query, densely: the kernel takes new keys and values along."""
+        """Attend densely, since the kernel would also write keys and values."""
         return self._dense.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window, sink_logit_H)
 
     def _takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
-        """Whether the kernel can read these."""
         return (q_NHK is self._q and k_NGK is self._k and v_NGV is self._v) or all(
             x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1 and not x.requires_grad
             for x in (q_NHK, k_NGK, v_NGV)
@@ -172,7 +169,7 @@ class CompiledBackend(AttentionBackend):
         window: int | None = None,
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
-        """Write and answer every query, [N, H, V]. Keys and values have as many slots in all layers."""
+        """Write and attend, [N, H, V]. All layers have the same number of slots."""
         asked = scale, softcap, window, sink_logit_H
         if not self._takes(q_NHK, k_NGK, v_NGV) or (keys_GCK.dtype == FP8 and self.metadata.idle):
             return super().write_and_attend(q_NHK, k_NGK, v_NGV, keys_GCK, values_GCV, *asked)
@@ -199,7 +196,7 @@ class CompiledBackend(AttentionBackend):
 
     @cached_property
     def _alone(self) -> tuple[Tensor, "CompiledBackend"]:
-        """The slots of the blocks that the pass reads, and the pass over those alone."""
+        """The slots of the blocks in use, and a backend over those alone."""
         size, rows = self.metadata.block_size, self.metadata.rows
         tables = [row.blocks[: -(-row.end // size)] for row in rows]
         used = sorted({block for table in tables for block in table})
@@ -219,21 +216,21 @@ class CompiledBackend(AttentionBackend):
         *,
         ahead: int = 0,
     ) -> list[int]:
-        """For a caller of the kernel: the address of what each call for a layer takes, as long as this object lives.
+        """Addresses of a layer's calls for a caller in C; valid as long as this object.
 
         `strides` are those of tokens and heads, of queries, keys and values. The caller may let chains advance by
-        `ahead` slots (`advance_blocks`), for which there must be blocks; then this pass is not what it was.
+        `ahead` slots (`advance_blocks`), for which there must be blocks; the metadata is outdated then.
         """
         asked = _Asked(window, tuple(q_shape), tuple(v_shape), strides, slots, ahead)
         return [wave.address for wave in self._planned(asked)]
 
     def _prepare(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor, slots: int, window: int | None) -> None:
-        """Most layers bring what the one before brought: new numbers in the same memory, laid out alike."""
+        """Plan a layer; most layers have new numbers in the same memory as the one before."""
         strides = (*q_NHK.stride()[:2], *k_NGK.stride()[:2], *v_NGV.stride()[:2])
         self._waves = self._planned(_Asked(window, tuple(q_NHK.shape), tuple(v_NGV.shape), strides, slots))
         self._window = window
         self._output_shape = (*q_NHK.shape[:2], v_NGV.shape[-1])
-        self._q, self._k, self._v = q_NHK, k_NGK, v_NGV  # held, so that no others can take their place unnoticed
+        self._q, self._k, self._v = q_NHK, k_NGK, v_NGV  # held, so that nothing else can take their address
         self._pointers = (q_NHK.data_ptr(), k_NGK.data_ptr(), v_NGV.data_ptr())
 
     def _planned(self, asked: _Asked) -> list["_Wave"]:
@@ -242,7 +239,7 @@ class CompiledBackend(AttentionBackend):
         return self._plans[asked]
 
     def _plan(self, asked: _Asked) -> Iterator["_Wave"]:
-        """What one layer does: almost always a single call."""
+        """Yield the calls of a layer, almost always one."""
         (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
         metadata, part, plan = self.metadata, 2 + value_size, self._kernel.library.plan_blocks
         rows, idle, tree_mask_N = metadata.packed(asked.ahead), array("i", metadata.idle), metadata.tree_mask_N()
@@ -280,8 +277,8 @@ class CompiledBackend(AttentionBackend):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Wave:
-    """One call for a layer: as many units as memory is set aside for."""
+    """One call of a layer: as many units as there is memory for."""
 
     address: int
     kept: Sequence[object]
-    """What lies at the address, and behind the pointers in it."""
+    """What lies at the address, and what pointers there refer to."""

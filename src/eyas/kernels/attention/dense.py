@@ -1,7 +1,7 @@
-"""Dense attention over blocks, by torch's own operations: it runs anywhere, and is the oracle of the kernels.
+"""Paged attention by torch operations: runs anywhere, and is the reference for the kernels.
 
-A row is worked off in pieces of some queries against the slots they see; where those lie side by side in memory they
-are read in place, and everything that is the same for all layers (slices, masks) is worked out at the first one.
+A row is processed in pieces of some queries and the slots they see; slots that are adjacent in memory are read in
+place, and whatever is the same for all layers (slices, masks) is computed in the first one.
 
 Shapes: N tokens of a pass, Q queries of a piece, S slots that it reads, C slots of the cache, H query heads, G key
 heads, F = H / G heads that share keys, K size of queries and keys, V of values.
@@ -20,14 +20,14 @@ from eyas.kernels.attention.kv_dtype import bits
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 
 Run = tuple[int, int]
-"""Slots side by side in memory: the first one's place, and how many."""
+"""Slots that are adjacent in memory: the first one's place, and how many."""
 
 LONGEST_PIECE = 64
-"""Queries of a chain at once: later ones see more slots, and the first need not read those."""
+"""Queries of a chain per piece: later ones see more slots, and earlier ones need not read those."""
 MOST_RUNS = 16
-"""Stretches of memory copied one by one; a row scattered wider is gathered slot by slot."""
+"""Up to this many runs are copied one by one; a more scattered row is gathered slot by slot."""
 FEW_QUERIES = 16
-"""Up to here heads that share keys are worth turning into queries of one head."""
+"""Up to this many queries, heads that share keys become queries of one head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +36,16 @@ class _Piece:
 
     first: int
     count: int
-    """The queries among the N tokens."""
     runs: Sequence[Run]
-    """Where the slots lie, in their order."""
+    """Where the slots are in memory, in order."""
     scattered: Tensor | None
-    """The same as indices, when there are many runs."""
+    """The indices of the slots, if there are many runs."""
     mask: Tensor | None
-    """To be added to the scores: [Q, S], or [F * Q, S] when folded."""
+    """A mask to add to the scores: [Q, S], or [F * Q, S] when folded."""
     folded: bool
 
     def read(self, x_1GCK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Read [1, G, S, K] as this type, in place if possible."""
+        """Read [1, G, S, K] in a dtype, in place if possible."""
         return self._gathered(bits(x_1GCK)).view(x_1GCK.dtype).to(dtype)
 
     def _gathered(self, x_1GCK: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ class _Piece:
 
 
 class DenseBackend(AttentionBackend):
-    """Piece by piece, by torch's own attention. Tokens of no row get nothing."""
+    """Attends piece by piece. Tokens outside all rows get zeros."""
 
     def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
         super().__init__(metadata.on_host, sinks=sinks)
@@ -74,7 +73,6 @@ class DenseBackend(AttentionBackend):
         window: int | None = None,
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
-        """Answer every query."""
         shared = q_NHK.shape[1] // keys_GCK.shape[0]
         plan = self._plans.get((window, shared))
         if plan is None:
@@ -94,7 +92,7 @@ class DenseBackend(AttentionBackend):
         return output_1HNV[0].transpose(0, 1)
 
     def _pieces(self, window: int | None, shared: int, like: Tensor) -> list[_Piece]:
-        """What all layers do that have this window and this many heads to a key."""
+        """The pieces for all layers with this window and this many heads per key head."""
         metadata = self.metadata
         masks = _Masks(max((row.end for row in metadata.rows), default=0), window, self.sinks, like)
         plan: list[_Piece] = []
@@ -117,25 +115,25 @@ class DenseBackend(AttentionBackend):
 
 
 class _Masks:
-    """What is added to the scores, made once for all layers and, where that is the same, for several rows."""
+    """Masks, made once for all layers and, if equal, for several rows."""
 
     def __init__(self, longest: int, window: int | None, sinks: int, like: Tensor) -> None:
         self._longest, self._window, self._sinks, self._like = longest, window, sinks, like
         self._chains: dict[int, Tensor] = {}
 
     def of(self, row: AttentionRow, slots: Sequence[range], fold: int) -> Tensor | None:
-        """The mask [fold * Q, S] over the slots that a row reads; None when every query sees all of them."""
+        """The mask [fold * Q, S] over the slots that a row reads; None if every query sees all of them."""
         if row.ancestors is not None or self._sinks:
             return self._made(row, slots, fold)
         if row.count == 1:
             return None
-        # Equally long chains see the same, but for how far it reaches back: one mask, cut on the left.
+        # Chains of equal length see the same, but reach back differently far: one mask, cut on the left.
         if row.count not in self._chains:
             far = replace(row, base=self._longest - row.count)
             self._chains[row.count] = self._made(far, [range(self._longest)], fold)
         width = len(slots[0])
         mask = self._chains[row.count].narrow(1, self._longest - width, width)
-        return mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels ask for aligned lines
+        return mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels need aligned rows
 
     def _made(self, row: AttentionRow, slots: Sequence[range], fold: int) -> Tensor:
         visible = visible_QS(row, slots, self._window, self._sinks)
@@ -144,7 +142,7 @@ class _Masks:
 
 
 def visible_QS(row: AttentionRow, slots: Sequence[range], window: int | None, sinks: int) -> Tensor:
-    """The law: which of `slots`, some of the prefix and all of the tail, each new token of a row sees."""
+    """The visibility rule: which of `slots`, some of the prefix and all of the tail, each new token of a row sees."""
     tail_QT = row.ancestors
     if tail_QT is None:
         tail_QT = torch.ones(row.count, row.count, dtype=torch.bool).tril()
@@ -153,7 +151,7 @@ def visible_QS(row: AttentionRow, slots: Sequence[range], window: int | None, si
     visible = torch.cat([torch.ones(row.count, prefix, dtype=torch.bool), tail_QT], dim=1)
     if window is None:
         return visible
-    # A path's slots are in order of depth: an ancestor is as far away as there are ancestors behind it.
+    # The slots of a path are in order of depth: the distance of an ancestor is the number of ancestors after it.
     behind_QT = tail_QT.sum(dim=1, keepdim=True) - tail_QT.cumsum(dim=1)
     position_Q = torch.tensor(row.positions())
     distance = torch.cat([position_Q[:, None] - slot_S[:prefix], behind_QT], dim=1)
@@ -161,7 +159,7 @@ def visible_QS(row: AttentionRow, slots: Sequence[range], window: int | None, si
 
 
 def _parts(row: AttentionRow) -> Iterator[AttentionRow]:
-    """Cut a long chain: what comes first is the prefix of what comes later."""
+    """Split a long chain; each part is prefix to the next."""
     if row.ancestors is not None or row.count <= LONGEST_PIECE:
         yield row
         return
@@ -170,7 +168,7 @@ def _parts(row: AttentionRow) -> Iterator[AttentionRow]:
 
 
 def _slots_seen(row: AttentionRow, window: int | None, sinks: int) -> list[range]:
-    """What any query of the row can see."""
+    """The slots that any query of the row can see."""
     first = 0 if window is None else row.base + 1 - window
     if first <= sinks:
         return [range(row.end)]
@@ -178,7 +176,7 @@ def _slots_seen(row: AttentionRow, window: int | None, sinks: int) -> list[range
 
 
 def _runs(blocks: Sequence[int], slots: range, block_size: int) -> list[Run]:
-    """Where slots lie in memory, in as few runs as there are."""
+    """Where slots are in memory, in as few runs as possible."""
     first, last = slots[0] // block_size, slots[-1] // block_size
     used = blocks[first : last + 1]
     breaks = [i for i in range(1, len(used)) if used[i] != used[i - 1] + 1]
@@ -228,7 +226,7 @@ def _attend_by_hand(
     softcap: float | None,
     sink_1HQ1: Tensor | None = None,
 ) -> Tensor:
-    """Attention written out, since torch's own knows neither softcaps nor sinks."""
+    """Attention written out, since torch's own supports neither softcaps nor sinks."""
     k, v = (x.repeat_interleave(q_1HQK.shape[1] // x.shape[1], dim=1) for x in (k_1GSK, v_1GSK))
     scores = q_1HQK @ k.transpose(2, 3)
     scores = scores * scale if softcap is None else (scores * (scale / softcap)).tanh() * softcap

@@ -1,9 +1,8 @@
-"""The types that keys and values are kept in: that of the pass, or 8-bit floats.
+"""The dtypes of the KV cache: that of the pass, or fp8.
 
-An 8-bit float (e4m3) has no scale beside it: 1 byte for a number of up to 448, rounded to 4 significant bits down to
-2 ** -6 and to multiples of 2 ** -9 below. What is larger is kept as 448. Queries never read the numbers as they were
-before: every backend writes first and reads what was written, in prompts as in decoding, so that an answer does not
-depend on where a prompt was cut, on what the prefix cache held or on drafts.
+fp8 (e4m3) is stored without a scale: 4 significant bits for numbers from 2 ** -6 to 448, multiples of 2 ** -9 below;
+larger numbers saturate at 448. Every backend writes first and reads what was written, in prompts as in decoding, so
+that a result does not depend on chunks of a prompt, on the prefix cache or on drafts.
 """
 
 import torch
@@ -14,10 +13,10 @@ LARGEST = 448.0
 
 
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of this type keeps them."""
+    """Convert keys or values to a cache's dtype."""
     return x.clamp(-LARGEST, LARGEST).to(FP8) if dtype == FP8 and x.dtype != FP8 else x
 
 
 def bits(x: Tensor) -> Tensor:
-    """The same memory for operations that only move it: torch has few of them for 8-bit floats."""
+    """View fp8 as bytes, for operations that only move it and do not support fp8."""
     return x.view(torch.uint8) if x.dtype == FP8 else x

@@ -1,18 +1,18 @@
-"""Which tokens one pass holds, where each is written and what each sees: all that attention must be told.
+"""Describes a pass to attention: its tokens, where each is written and what each sees.
 
-Keys and values of a layer lie in one tensor [G, C, K] each, a row of blocks of `block_size` slots. A request owns a
-list of blocks, its block table; slot s of the request lies in block `block_table[s // block_size]`. Blocks come from
-anywhere, so memory is never moved to make room and requests that begin alike can share their first blocks.
+Keys and values of a layer are one tensor [G, C, K] each, a sequence of blocks of `block_size` slots. A request has a
+block table; its slot s is in block `block_table[s // block_size]`. Blocks can be anywhere, so memory is never moved to
+make room, and requests with a common prefix can share blocks.
 
-One pass takes new tokens of several requests, flattened into one line. A row is one request's share of it:
+One pass has new tokens of several requests, flattened. A row is one request's share of it:
 
     slots     0 ............ base | base ........... base + T
               committed prefix    | tail: uncommitted; its last `count` slots are the row's new tokens
     sees      all of it           | chain: up to itself        tree: its ancestors, itself included
 
-Invariant: a committed slot holds the position of its own number. So a new token's position is base plus the tail
-tokens that it sees, less one (itself), for chains and trees alike, and what lies behind the tail (an earlier
-request, a rejected draft) is never seen.
+Invariant: a committed slot holds the position of its own number. So a new token's position is base plus the tail tokens
+that it sees, less one (itself), for chains and trees alike, and what is after the tail (an earlier request, a rejected
+draft) is never seen.
 
 Shapes: N tokens of a pass, R rows, P blocks of a row, Q new tokens of a row, T its tail, C slots of the cache, G key
 heads, K head dim.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 Integers32 = NDArray[np.int32]
 TREE_BITS = 64
-"""Tail slots of a tree, at most: who sees whom is kept as bits of an int64."""
+"""Most tail slots of a tree: visibility is stored as bits of an int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +39,33 @@ class AttentionRow:
     """One request's share of a pass."""
 
     blocks: Sequence[int]
-    """Its block table; entries behind the tail are not looked at."""
+    """The block table; entries after the tail are ignored."""
     base: int
     count: int
-    """New tokens."""
     ancestors: Tensor | None = None
-    """Which tail slots each new token sees, itself included: bool [Q, T] on the host; None is a chain.
+    """Tail slots that each new token sees, itself included: bool [Q, T] on the host; None means a chain.
 
-    T above Q: the first T - Q tail slots were written by earlier passes over the same tree. Parents lie before their
-    children, so a token's ancestors in order of slots are its path in order of depth.
-    """
+    T above Q: the first T - Q tail slots were written by earlier passes over the same tree. Parents come before their
+    children, so a token's ancestors in slot order are its path in order of depth."""
 
     @property
     def end(self) -> int:
-        """The slot behind the tail."""
+        """The slot after the tail."""
         return self.base + (self.count if self.ancestors is None else self.ancestors.shape[1])
 
     def positions(self) -> Sequence[int]:
-        """Of the new tokens."""
+        """Positions of the new tokens."""
         if self.ancestors is None:
             return range(self.base, self.base + self.count)
         return [self.base + seen - 1 for seen in self.ancestors.sum(dim=1).tolist()]
 
     def places(self, first: int, end: int, block_size: int) -> list[int]:
-        """Where slots first..end lie in the cache."""
+        """Places of slots first..end in the cache."""
         blocks = self.blocks
         return [blocks[slot // block_size] * block_size + slot % block_size for slot in range(first, end)]
 
     def check(self, block_size: int) -> None:
-        """Assert what every row must hold."""
+        """Assert the invariants of a row."""
         assert self.base >= 0
         assert self.count >= 1
         assert self.end <= len(self.blocks) * block_size, f"{self.end} slots in {len(self.blocks)} blocks"
@@ -81,14 +79,14 @@ class AttentionRow:
 
 
 class PackedRows(Sequence[AttentionRow]):
-    """Chains as compiled code reads and writes them: what it says of R rows lies in one piece of memory.
+    """Chains as compiled code reads and writes them, in one array.
 
-    Integers of 32 bits: base, end, first token and new tokens of every row, then its blocks. There may be room for more
-    rows than there are.
+    32-bit integers: base, end, first token and token count of every row, then its blocks. There may be room for more
+    rows.
     """
 
     def __init__(self, memory: Integers32, *, rows: int, room: int, blocks: int) -> None:
-        """`blocks` of each row."""
+        """Wrap an array with `blocks` block table entries per row."""
         self._memory, self._rows, self._room, self._blocks = memory, rows, room, blocks
         first, step = memory.__array_interface__["data"][0], room * memory.itemsize
         self.fields = {
@@ -100,7 +98,7 @@ class PackedRows(Sequence[AttentionRow]):
             "rows": rows,
             "blocks": blocks,
         }
-        """What `struct pass` of `cpu.c` has of them."""
+        """Fields of `struct pass` in `cpu.c`."""
 
     def __len__(self) -> int:
         return self._rows
@@ -121,13 +119,11 @@ class PackedRows(Sequence[AttentionRow]):
 
     @property
     def bases(self) -> list[int]:
-        """Of all rows."""
         bases: list[int] = self._memory[: self._rows].tolist()
         return bases
 
     @property
     def counts(self) -> list[int]:
-        """New tokens of all rows."""
         counts: list[int] = self._memory[3 * self._room :][: self._rows].tolist()
         return counts
 
@@ -137,37 +133,36 @@ class BlockTables:
     """The rows as kernels read them, on the device."""
 
     block_table_RP: Tensor
-    """Block tables, int32; what lies behind a row's tail is not looked at."""
+    """Block tables, int32; entries after a row's tail are ignored."""
     context_lens_R: Tensor
     """Slots before the tail, `base` of the rows: int32."""
     seq_lens_R: Tensor
     """Slots up to the end of the tail: int32."""
     query_start_loc_R: Tensor
-    """Where rows begin among the N tokens, and N: int32 [R + 1]."""
+    """The first token of each row, and N: int32 [R + 1]."""
     tree_mask_N: Tensor | None
-    """Bit t: the token sees tail slot t. None when every row is a chain; of use only for rows within TREE_BITS."""
+    """Bit t: the token sees tail slot t. None if every row is a chain; only used for rows within TREE_BITS."""
     query_lens: tuple[int, ...] | None
-    """New tokens of each row, live or not. None: only the device knows, and the last row may end before the N tokens
-    do."""
+    """New tokens of each row, live or not. None: only the device knows, and there may be tokens after the last row."""
     max_seq_len: int
-    """No row has more slots; may be above the truth."""
+    """Upper bound of the slots of a row."""
     longest: int | None = None
-    """Where only the device knows new tokens of rows: no row has more, if that is few."""
+    """Upper bound of the new tokens of a row where only the device knows them, if it is small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Which tokens one pass holds, where each is written and what each sees."""
+    """The tokens of a pass, where each is written and what each sees."""
 
     block_size: int
     slot_mapping_N: Tensor
-    """Where each token's key and value are written: places in the cache."""
+    """Cache places for each token's key and value."""
     position_N: Tensor
     rows: Sequence[AttentionRow] = ()
-    """None of them where all was made on the device."""
+    """Rows known on the host; empty if everything was laid out on the device."""
     on_device: BlockTables | None = None
     first_token_R: tuple[int, ...] | None = None
-    """Where rows begin among the N tokens, if they do not lie side by side."""
+    """The first token of each row, if rows are not adjacent."""
 
     @classmethod
     def of(cls, rows: Sequence[AttentionRow], *, block_size: int, device: torch.device) -> "AttentionMetadata":
@@ -194,27 +189,46 @@ class AttentionMetadata:
     ) -> "AttentionMetadata":
         """Lay out chains of `count` tokens, the first live_R of which are real, without leaving the device.
 
-        Nothing here waits for the device and no shape depends on its numbers, so it can be captured in a CUDA graph
-        and replayed after other numbers were put into the three tensors (int32). Every place of a table must be a
-        block of the cache. Tokens that are not real are written to `null_slot`, which nobody reads; what they compute
-        is finite. A row of none should have base 0.
+        Nothing here waits for the device and shapes do not depend on its data, so it can be captured in a CUDA graph
+        and replayed with other numbers in the three tensors (int32). Every entry of a table must be a block of the
+        cache. Tokens that are not real are written to `null_slot`, which is never read; their results are finite. An
+        unused row should have base 0.
         """
-        (rows, blocks), device = block_table_RP.shape, block_table_RP.device
+        offset_RQ = torch.arange(count, device=block_table_RP.device).expand(len(block_table_RP), -1)
+        return cls._of_tails(
+            block_table_RP, context_lens_R, live_R, offset_RQ, block_size=block_size, null_slot=null_slot
+        )
+
+    @classmethod
+    def _of_tails(
+        cls,
+        block_table_RP: Tensor,
+        base_R: Tensor,
+        live_R: Tensor,
+        depth_RQ: Tensor,
+        *,
+        block_size: int,
+        null_slot: int,
+        written: int = 0,
+        tree_mask_N: Tensor | None = None,
+    ) -> "AttentionMetadata":
+        """Lay out Q tokens per row after the `written` ones of its tail, at positions base + depth."""
+        (rows, blocks), device, count = block_table_RP.shape, block_table_RP.device, depth_RQ.shape[1]
         offset_Q = torch.arange(count, device=device)
         live_RQ = offset_Q < live_R[:, None]
-        slot_RQ = context_lens_R[:, None] + offset_Q
+        slot_RQ = base_R[:, None] + (written + offset_Q)
         block_RQ = block_table_RP.gather(1, (slot_RQ // block_size).clamp(max=blocks - 1)).long()
         place_RQ = torch.where(live_RQ, block_RQ * block_size + slot_RQ % block_size, null_slot)
-        position_RQ = context_lens_R[:, None] + torch.where(live_RQ, offset_Q, 0)
         tables = BlockTables(
             block_table_RP=block_table_RP,
-            context_lens_R=context_lens_R,
-            seq_lens_R=torch.where(live_R > 0, context_lens_R + live_R, 0).int(),
+            context_lens_R=base_R,
+            seq_lens_R=torch.where(live_R > 0, base_R + (written + live_R), 0).int(),
             query_start_loc_R=torch.arange(0, (rows + 1) * count, count, dtype=torch.int32, device=device),
-            tree_mask_N=None,
+            tree_mask_N=tree_mask_N,
             query_lens=(count,) * rows,
             max_seq_len=blocks * block_size,
         )
+        position_RQ = base_R[:, None] + torch.where(live_RQ, depth_RQ, 0)
         return cls(
             block_size=block_size,
             slot_mapping_N=place_RQ.flatten(),
@@ -235,32 +249,21 @@ class AttentionMetadata:
         block_size: int,
         null_slot: int,
     ) -> "AttentionMetadata":
-        """Lay out the last Q nodes of trees that take `tail` slots, the first live_R of them real; as for `padded`.
+        """Lay out the last Q nodes of trees that take `tail` slots, the first live_R of them real; otherwise like
+        `padded`.
 
-        Of a node, seen_RQ has the bits of the tail slots that it sees, and depth_RQ how far its position is from the
+        seen_RQ has the bits of the tail slots that a node sees, and depth_RQ the distance of its position from the
         first slot of the tail.
         """
-        (rows, blocks), device, count = block_table_RP.shape, block_table_RP.device, seen_RQ.shape[1]
-        offset_Q = torch.arange(count, device=device)
-        live_RQ = offset_Q < live_R[:, None]
-        base_R = torch.where(live_R > 0, context_lens_R, 0)
-        slot_RQ = base_R[:, None] + (tail - count) + offset_Q
-        block_RQ = block_table_RP.gather(1, (slot_RQ // block_size).clamp(max=blocks - 1)).long()
-        place_RQ = torch.where(live_RQ, block_RQ * block_size + slot_RQ % block_size, null_slot)
-        tables = BlockTables(
-            block_table_RP=block_table_RP,
-            context_lens_R=base_R.int(),
-            seq_lens_R=torch.where(live_R > 0, base_R + (tail - count) + live_R, 0).int(),
-            query_start_loc_R=torch.arange(0, (rows + 1) * count, count, dtype=torch.int32, device=device),
-            tree_mask_N=seen_RQ.flatten(),
-            query_lens=(count,) * rows,
-            max_seq_len=blocks * block_size,
-        )
-        return cls(
+        return cls._of_tails(
+            block_table_RP,
+            torch.where(live_R > 0, context_lens_R, 0).int(),
+            live_R,
+            depth_RQ,
             block_size=block_size,
-            slot_mapping_N=place_RQ.flatten(),
-            position_N=(base_R[:, None] + torch.where(live_RQ, depth_RQ, 0)).flatten(),
-            on_device=tables,
+            null_slot=null_slot,
+            written=tail - seen_RQ.shape[1],
+            tree_mask_N=seen_RQ.flatten(),
         )
 
     @classmethod
@@ -276,23 +279,23 @@ class AttentionMetadata:
         live_R: Tensor | None = None,
         longest: int | None = None,
     ) -> "AttentionMetadata":
-        """Lay out chains of any length, `count` tokens with the padding behind them, without leaving the device.
+        """Lay out chains of any length without leaving the device; `count` tokens include the padding after them.
 
-        Row r has the tokens query_start_loc_R[r] up to query_start_loc_R[r + 1] (int32 [R + 1], from 0 on); it may have
-        none. The first live_R of them are real, or all. Tokens behind the last row are not. As for `padded`, all of
-        it can be captured, and a token that is not real is written to `null_slot` and computes something finite.
-        `longest` says that no row has more tokens, where they are as few as drafts are.
+        Row r has the tokens query_start_loc_R[r] to query_start_loc_R[r + 1] (int32 [R + 1], from 0 on), perhaps none.
+        The first live_R of them are real, or all. Tokens after the last row are not. Like `padded`, it can be captured,
+        and tokens that are not real are written to `null_slot`. `longest` bounds the tokens of a row, if they are as
+        few as drafts.
         """
         blocks, device = block_table_RP.shape[1], block_table_RP.device
         rows = len(context_lens_R)
         if live_R is None:
             live_R = query_start_loc_R.diff()
         token_N = torch.arange(count, dtype=torch.int32, device=device)
-        # A token behind the last row counts as one of it, behind its live ones.
+        # A token after the last row counts as one of it, after its live ones.
         row_N = torch.searchsorted(query_start_loc_R[1:], token_N, right=True).clamp(max=rows - 1)
         offset_N, live_count_N = token_N - query_start_loc_R[row_N], live_R[row_N]
         live_N = offset_N < live_count_N
-        # At the position of the last live token, the others see no more than it does, nor further back.
+        # At the position of the last live token, they see no more and no earlier slots than it does.
         position_N = context_lens_R[row_N].long() + offset_N.minimum(live_count_N - 1).clamp(min=0)
         block_N = block_table_RP[row_N, (position_N // block_size).clamp(max=blocks - 1)].long()
         tables = BlockTables(
@@ -314,7 +317,7 @@ class AttentionMetadata:
 
     @cached_property
     def on_host(self) -> "AttentionMetadata":
-        """The live tokens of all rows, as the host knows or reads them; rows of nobody are left out."""
+        """The live tokens of all rows, as the host knows or reads them; unused rows are left out."""
         if self.on_device is None or self.rows:
             return self
         tables = self.on_device
@@ -326,7 +329,7 @@ class AttentionMetadata:
                 continue
             blocks, count, ancestors = tables.block_table_RP[r, : -(-end // self.block_size)].tolist(), end - base, None
             if mask_N is not None:
-                # A tree that was begun by earlier passes has all its new tokens live; one that begins here may not.
+                # A tree that earlier passes began has all its new tokens live; one that begins here may not.
                 count = min(starts[r + 1] - starts[r], end - base)
                 bits_QT = mask_N[starts[r] : starts[r] + count, None].cpu() >> torch.arange(end - base)
                 ancestors = bits_QT & 1 > 0
@@ -342,7 +345,7 @@ class AttentionMetadata:
 
     @property
     def idle(self) -> list[int]:
-        """Tokens that belong to no row."""
+        """Tokens outside all rows."""
         return [] if self.first_token_R is None else self._idle
 
     @cached_property
@@ -352,7 +355,7 @@ class AttentionMetadata:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where rows begin among the N tokens, and N."""
+        """The first token of each row, and N."""
         if self.first_token_R is not None:
             return [*self.first_token_R, len(self.position_N)]
         return [0, *accumulate(self._counts)]
@@ -372,7 +375,6 @@ class AttentionMetadata:
 
     @cached_property
     def tables(self) -> BlockTables:
-        """The rows as kernels read them."""
         if self.on_device is not None:
             return self.on_device
         rows, (widest, numbers) = self.rows, self.numbers()
@@ -390,7 +392,7 @@ class AttentionMetadata:
         )
 
     def numbers(self, ahead: int = 0) -> tuple[int, list[list[int]]]:
-        """The width of the block tables, and of rows known on the host: base, end, start and table.
+        """Width of the block tables; and base, end, start and table of rows known on the host.
 
         Tables reach `ahead` slots further than the rows.
         """
@@ -404,7 +406,7 @@ class AttentionMetadata:
         return widest, [[row.base for row in rows], [row.end for row in rows], self.starts, flat]
 
     def tree_mask_N(self) -> Tensor | None:
-        """As `BlockTables` has it, of rows known on the host."""
+        """`BlockTables.tree_mask_N` of rows known on the host."""
         if isinstance(self.rows, PackedRows) or all(row.ancestors is None for row in self.rows):
             return None
         tree_mask_N = torch.zeros(self.starts[-1], dtype=torch.int64)
@@ -418,7 +420,7 @@ class AttentionMetadata:
 
 
 def integers(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Numbers of the host as int64 on a device; by way of numpy, in a third of the time that torch takes for a few."""
+    """Host numbers as int64 on a device; through numpy, in a third of the time that torch takes for a few."""
     return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device)
 
 

@@ -1,21 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Attention over blocks as one Triton kernel, which reads keys through the block tables.
+"""Paged attention as one Triton kernel.
 
 Decoding is bound by reading keys and values, so each is read once: all queries of a row whose heads share keys are one
-tile of the kernel (Q * F lines, padded to a power of 2). One long request alone would keep few processors busy, so
-its keys are split among several programs, and a second kernel merges their partial answers. So are those of long rows
-among many short ones, for which all others would wait; the short ones stay whole. Rows with more new tokens
-than a tree may hold are prompts being read: there are queries enough, in tiles of their own, and nothing is split.
-Where only the device knows how long rows are, and no bound is told, so are all of them, and a table made on the device
-says which tile is whose: N tokens in R rows have no more than N * F / lines + R tiles, and programs without one leave
-at once.
+tile of the kernel (Q * F lines, padded to a power of 2). One long request alone would occupy few multiprocessors, so
+its keys are split among several programs, and a second kernel merges their partial results. So are those of long rows
+among many short ones, which would otherwise wait for them; the short ones stay whole. Rows with more new tokens than a
+tree may hold are prompt chunks: they have enough queries, in tiles of their own, and nothing is split. If only the
+device knows the lengths of rows, and there is no bound, all rows are treated so, and a table made on the device assigns
+tiles: N tokens in R rows have at most N * F / lines + R tiles, and unused programs exit at once.
 
-Everything that changes from step to step is read from device memory; grids depend on shapes and bounds alone, so the
-kernels can be captured in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
-nothing. float32 is multiplied as float32, never rounded to tf32. Keys and values of 8 bits become numbers of 16 in
-registers, behind the load: float16, which holds all of them, by one instruction for two, where bfloat16 takes four.
-Tensor cores want values of neighbouring slots beside each other, and turn numbers of 16 bits while loading them: so
-values are read as pairs, and the even and the odd ones are multiplied apart.
+Everything that changes between steps is read from device memory; grids depend on shapes and bounds alone, so the
+kernels can be captured in a CUDA graph. Slots after a row's end are not read, and a row without live tokens costs
+nothing. float32 is multiplied as float32, never as tf32. fp8 keys and values are converted to 16 bits in registers:
+to float16, which holds them exactly, with one instruction for two, where bfloat16 takes four. Tensor cores need values
+of neighbouring slots adjacent, and transpose 16-bit numbers while loading: so values are read as pairs, and the even
+and the odd ones are multiplied separately.
 
 Shapes: N tokens of a pass, R rows, W places for new tokens in a row, H query heads, G key heads, F = H / G heads that
 share keys, K key dim, E value dim, C slots of the cache, S splits.
@@ -38,15 +37,15 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 MOST_SPLITS = 64
 LEAST_KEYS_PER_SPLIT = 128
 LONG_ROW, LONG_ROW_SPLITS = 512, 4
-"""Keys above which a row is split although there are programs enough, and into how many: more than a few would cost
-all short rows of the batch their empty programs."""
+"""Keys above which a row is split although there are enough programs, and into how many: more would cost all short rows
+of the batch as many empty programs."""
 MANY_PROGRAMS = 8
-"""Programs for every processor above which that is left: a long row is a small part of what each has to do."""
+"""Programs per multiprocessor above which that is not done: a long row is a small part of each one's work."""
 
 WHOLE_LINES = 64
-"""Lines from which on tensor cores read values from shared memory themselves, where they are no pairs."""
+"""Lines from which on tensor cores read unpaired values from shared memory directly."""
 
-# Numbers that change from pass to pass; the kernel is not to be compiled anew for special values of them.
+# Numbers that change between passes; the kernel must not be recompiled for special values of them.
 _NUMBERS = ["window", "sinks", "table_row", "rows", "width", "fewest", "most", "tiles", "splits", "least"]
 
 
@@ -103,11 +102,11 @@ def _attend_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A tile of one row's queries, one key head, one share of the keys.
+    """Attend with a tile of one row's queries, for one key head and one share of the keys.
 
-    Answers go to output [N, H, E]; if keys are split, to partial [S, R * W, H, E], and the logarithm (base 2) of what
-    they were divided by to weight [S, R * W, H]. A row that has no keys beyond the first share is whole in output, and
-    its first weight is infinite.
+    Results go to output [N, H, E]; if keys are split, to partial [S, R * W, H, E], with the logarithm (base 2) of their
+    denominators in weight [S, R * W, H]. A row with keys in the first share only is complete in output, and its first
+    weight is infinite.
     """
     begin_dependent(DEPENDENT, EARLY)
     if RAGGED:
@@ -120,7 +119,7 @@ def _attend_kernel(
     if (count < fewest) | (count > most) | (tile * LINES >= count * SHARED):
         return
 
-    # A layer of a large cache has more numbers than 32 bits count.
+    # A layer of a large cache has more numbers than 32 bits can index.
     keys += group.to(tl.int64) * key_head
     values += group.to(tl.int64) * value_head
     line = tile * LINES + tl.arange(0, LINES)
@@ -135,7 +134,7 @@ def _attend_kernel(
         other=0.0,
     )
     HALVED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype == tl.bfloat16
-    if HALVED:  # a power of 2 makes a token's queries small enough for float16, and takes none of their bits
+    if HALVED:  # a power of 2 makes any query small enough for float16, exactly
         largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32)), axis=1), 1e-30)
         unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         queries = (queries.to(tl.float32) / unit[:, None]).to(tl.float16)
@@ -148,7 +147,7 @@ def _attend_kernel(
     else:
         end = tl.minimum(end, tl.max(position, axis=0) + 1)
         earliest = tl.min(tl.where(asked, position, end), axis=0)
-    # The slots that some query sees are the sinks and what lies from `begin` on; i counts through both.
+    # The slots that some query sees are the sinks and those from `begin` on; i counts through both.
     begin = 0
     if WINDOWED:
         begin = tl.maximum(earliest + 1 - window, sinks)
@@ -167,7 +166,7 @@ def _attend_kernel(
         odd = tl.zeros([LINES, VALUE_PADDED // 2], tl.float32)
     else:
         answer = tl.zeros([LINES, VALUE_PADDED], tl.float32)
-    if HAS_SINK:  # a score that has been seen, with a value of zeros; among splits the first has seen it
+    if HAS_SINK:  # the sink is a score with a value of zeros; among splits the first one has it
         sunk = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
         top = tl.where(split == 0, sunk, float("-inf"))
         total = tl.where(split == 0, 1.0, total)
@@ -200,7 +199,7 @@ def _attend_kernel(
             visible = slot[None, :] <= position[:, None]
         if WINDOWED:
             near = (slot[None, :] > position[:, None] - window) | (slot < sinks)[None, :]
-            if TREE:  # in the tail a slot is no position: the bits know about the window
+            if TREE:  # in the tail a slot is no position: the bits include the window
                 near = near | (slot >= base)[None, :]
             visible = visible & near
         score = tl.where(visible & inside[None, :], score, float("-inf"))
@@ -245,7 +244,7 @@ def _attend_kernel(
 
 @triton.jit
 def _halves(both):
-    """The first and the second of two 8-bit floats in 16 bits, as float16."""
+    """The first and the second of two fp8 numbers in 16 bits, as float16."""
     # Of two pairs (a b, c d): a c and b d, each converted by one instruction. Triton would take ten.
     return tl.inline_asm_elementwise(
         """{
@@ -283,7 +282,7 @@ def _merge_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The answer of one token and head from those of all splits."""
+    """Merge the splits of one token and head."""
     begin_dependent(DEPENDENT, EARLY)
     line, head = tl.program_id(0), tl.program_id(1)
     row, place = line // width, line % width
@@ -317,7 +316,7 @@ class _Launch:
 
 
 class TritonBackend(AttentionBackend):
-    """By these kernels."""
+    """Runs these kernels."""
 
     def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
         super().__init__(metadata, sinks=sinks)
@@ -330,7 +329,7 @@ class TritonBackend(AttentionBackend):
             assert tables.longest is not None
             self._launches.append(_Launch(fewest=1, most=tables.longest, tree=False, split=True))
         elif tables.query_lens is None:
-            # The tokens behind the last row are one more, which sees nothing.
+            # The tokens after the last row are one more row, which sees nothing.
             tokens = len(metadata.position_N)
             self._start_of = functional.pad(tables.query_start_loc_R, (0, 1), value=tokens)
             self._end_of = functional.pad(tables.seq_lens_R, (0, 1))
@@ -356,14 +355,13 @@ class TritonBackend(AttentionBackend):
         window: int | None = None,
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
-        """Answer every query."""
         tables, metadata, (heads, size) = self._tables, self.metadata, q_NHK.shape[1:]
         rows, groups, value_size = len(tables.context_lens_R), keys_GCK.shape[0], values_GCV.shape[2]
         shared = heads // groups
         key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (size, value_size))
         if q_NHK.stride(2) != 1:
             q_NHK = q_NHK.contiguous()
-        # Tokens behind the last row are in no tile unless they are a row of their own.
+        # Tokens after the last row are in no tile unless they are a row of their own.
         new = q_NHK.new_zeros if tables.query_lens is None and not self._ragged else q_NHK.new_empty
         output_NHE = new(len(q_NHK), heads, value_size)
         if window not in self._tree_masks:
@@ -430,8 +428,9 @@ class TritonBackend(AttentionBackend):
         return output_NHE
 
     def _tiles_of(self, shared: int, lines: int) -> Tensor:
-        """Row and number in that row of every tile there may be: int32 [T, 2]. Those that are too many lie behind the
-        last row's own."""
+        """Row and tile number in that row of every possible tile: int32 [T, 2]. Unused ones lie after the last row's
+        own.
+        """
         if (shared, lines) not in self._tiles:
             start_of, most = self._start_of, self._launches[0].most * shared // lines + len(self._end_of)
             tiles_R = (start_of.diff() * shared + lines - 1) // lines
@@ -443,14 +442,15 @@ class TritonBackend(AttentionBackend):
 
 
 def _paired(q_NHK: Tensor, values_GCV: Tensor, padded: int) -> bool:
-    """Whether values are read as pairs: of 8 bits, for 16-bit queries, by instructions that the interpreter lacks."""
+    """Whether values are read as pairs: fp8 with 16-bit queries, by instructions that the interpreter lacks."""
     stride_head, stride_slot, _ = values_GCV.stride()
     even = all(number % 2 == 0 for number in (values_GCV.shape[2], stride_head, stride_slot, values_GCV.data_ptr()))
     return values_GCV.dtype == FP8 and q_NHK.dtype != torch.float32 and q_NHK.is_cuda and even and padded >= 32
 
 
 def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Lines and keys of a tile, warps and stages: as much as registers and shared memory hold without spilling (sm_90).
+    """Lines and keys of a tile, warps and stages: as large as registers and shared memory allow without spilling
+    (sm_90).
 
     Latents, padded to 1024, leave room for the smallest tile: in float32 its queries, keys and values take 160 KiB.
     """
@@ -463,9 +463,9 @@ def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, in
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> tuple[int, int]:
-    """Shares of the keys, a power of 2, so that every processor has some two programs to run; the fewest keys of one.
+    """Splits of the keys, a power of 2 that gives about two programs per multiprocessor; and the fewest keys of one.
 
-    Where there are programs enough, rows may still be of different lengths, and then the longest is waited for.
+    Even with enough programs, rows may differ in length, and then the longest delays all.
     """
     processors = _processors(device)
     wanted = min(triton.cdiv(2 * processors, programs), longest // LEAST_KEYS_PER_SPLIT, MOST_SPLITS)
@@ -476,12 +476,12 @@ def _splits(programs: int, longest: int, device: torch.device) -> tuple[int, int
 
 @cache
 def _processors(device: torch.device) -> int:
-    # Only Triton's interpreter runs without a GPU; there a few splits are enough to try merging.
+    # Only Triton's interpreter runs without a GPU; there a few splits suffice to test merging.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _mask_within(tables: BlockTables, window: int, sinks: int) -> Tensor | None:
-    """Who sees whom in the tails, less what a window hides: ancestors with `window` or more on the path behind them."""
+    """Visibility in the tails, less what a window hides: ancestors `window` or more tokens back on the path."""
     if tables.tree_mask_N is None or window >= TREE_BITS:
         return tables.tree_mask_N
     bit_T = torch.arange(TREE_BITS, device=tables.tree_mask_N.device)

@@ -1,4 +1,4 @@
-/* The matrix unit of newer x86 processors (AMX): leave to use it, and the shapes of its tiles. */
+/* The matrix unit of newer x86 processors (AMX): permission to use it, and the shapes of its tiles. */
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 enum {
     TILE_ROWS = 16,
     TILE_ROW_BYTES = 64,
-    REQUEST_PERMISSION = 0x1023, /* Linux lets a process use tiles that asks for them */
+    REQUEST_PERMISSION = 0x1023, /* Linux allows tiles to processes that ask for them */
     TILE_DATA = 18,
 };
 
@@ -26,7 +26,7 @@ static int has_tiles(void) {
     return known;
 }
 
-/* Compilers do not know how much of memory tiles read: what was written before must be there. */
+/* Compilers do not know how much memory tiles read: earlier stores must be complete. */
 static inline __attribute__((always_inline)) void finish_writes(const void *memory) {
     __asm__ volatile("" : : "r"(memory) : "memory");
 }

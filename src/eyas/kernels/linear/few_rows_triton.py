@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of a few rows on a GPU, in one kernel with what stands before and behind them.
+"""Products of a few rows on a GPU, fused with the operations before and after them.
 
 A product of one to a few tokens takes as long as reading its weights, and a small one as long as its launch. So a
-program here reads some rows of the weight from end to end and nothing is summed among programs; what is cheap is done
-again by every program instead of in a launch of its own:
+program reads some rows of the weight from end to end, nothing is summed among programs, and cheap steps are repeated by
+every program instead of taking a launch of their own:
 
     norm_linear    x + y, its norm, and the product of that
-    norm_gate_up   the same, and activation(gate) * up of two products
+    norm_gate_up   likewise, and activation(gate) * up of two products
     few_linear     the product alone
 
-Invariants: all programs read x and y, so x + y goes to other memory. A row's sums do not depend on the rows beside it,
-nor on the order in which programs run: the same numbers come out at every run.
+Invariants: all programs read x and y, so x + y goes to other memory. A row's sums do not depend on the rows beside it
+or on the order in which programs run: results are reproducible.
 
-Kernels are launched dependently (`dependent_launch_triton.py`): a program asks for its first weights before the kernel
-in front has ended, as no kernel writes them.
+Kernels use dependent launch (`dependent_launch_triton.py`): a program loads its first weights before the kernel ahead
+of it has ended, since no kernel writes weights.
 
 Shapes: N rows, D inputs, E outputs, I gates.
 """
@@ -30,22 +30,22 @@ from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 
 MOST_ROWS = 4
-"""Rows up to which these kernels are ahead of a general product."""
+"""Up to this many rows these kernels are faster than a general product."""
 MOST_SMALL_ROWS = 32
-"""The same where weights are small."""
+"""Up to this many rows these kernels are faster for small weights."""
 FUSED_ROWS = 2
-"""Rows up to which every program norms them again; for more, norms have a kernel of their own."""
+"""Up to this many rows every program repeats the norm; above, the norm is a kernel of its own."""
 WHOLE_ROWS = 4
-"""Rows up to which each number of them has a kernel of its own; more rows of a small product go in eights."""
+"""Up to this many rows each row count has a kernel of its own; above, rows of a small product go in eights."""
 SMALL_BYTES = 8 << 20
-"""Weights up to which a product is a matter of latency, not of bandwidth."""
+"""Up to this many bytes of weights a product is bound by latency, not by bandwidth."""
 FEW_OUTPUTS = 4224
-"""Outputs up to which 16 at a time make no more programs than an H200 holds at a time."""
+"""Up to this many outputs, tiles of 16 give no more programs than an H200 runs at a time."""
 
 
 @triton.jit
 def _state(x, y, n, k, inside, SIZE: tl.constexpr, ADDS: tl.constexpr):
-    """Some of x + y [rows, k], rounded."""
+    """Load part of x + y [rows, k], rounded."""
     at = n[:, None] * SIZE + k[None, :]
     value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last")
     if ADDS:
@@ -66,7 +66,7 @@ def _scale(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """What the norm multiplies each row by."""
+    """Compute the norm's factor for each row."""
     total = tl.zeros((ROWS_PADDED,), tl.float32)
     for begin in tl.static_range(0, SIZE, BLOCK):
         k = begin + tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _inputs(
     NORMS: tl.constexpr,
     FINE: tl.constexpr,
 ):
-    """What the product reads of some inputs k [rows, k]."""
+    """Load the product's inputs k [rows, k]."""
     value = _state(x, y, n, k, live[:, None] & (k < SIZE)[None, :], SIZE, ADDS)
     if NORMS:
         by = tl.load(norm_weight + k, mask=k < SIZE, other=0.0, eviction_policy="evict_last")
@@ -111,7 +111,7 @@ def _keep(
     ADDS: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Write x + y where others look for it."""
+    """Store x + y."""
     if ADDS or KEEPS:
         for begin in tl.static_range(0, SIZE, BLOCK):
             k = begin + tl.arange(0, BLOCK)
@@ -125,7 +125,7 @@ def _keep(
 
 @triton.jit
 def _weights(own, e, k, left, SIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_K: tl.constexpr):
-    """A tile [e, k] of a program's own part of the weight; `left` rows of it there are."""
+    """A tile [e, k] of the program's own rows of the weight, of which there are `left`."""
     at = own + e[:, None] * SIZE + k[None, :]
     if EVEN_E and EVEN_K:
         tile = tl.load(at, eviction_policy="evict_first")
@@ -139,7 +139,7 @@ def _weights(own, e, k, left, SIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_K: 
 
 @triton.jit
 def _accumulated(acc, value, weight, DOT: tl.constexpr):
-    """The sums and one tile more: [rows, e] of a dot, or all products [rows, e, k] side by side, to be summed later."""
+    """Add a tile to the sums: [rows, e] with a dot, or elementwise products [rows, e, k] that are summed later."""
     if DOT:
         more = tl.dot(value, tl.trans(weight), acc, input_precision="ieee")
     else:
@@ -149,7 +149,7 @@ def _accumulated(acc, value, weight, DOT: tl.constexpr):
 
 @triton.jit
 def _finished(acc, bias, e, left, HAS_BIAS: tl.constexpr, DOT: tl.constexpr):
-    """The sums [rows, e], and the bias."""
+    """Sum [rows, e] and add the bias."""
     if not DOT:
         acc = tl.sum(acc, axis=2)
     if HAS_BIAS:
@@ -189,9 +189,9 @@ def _few_rows_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Outputs BLOCK_E of ROWS_PADDED rows. With GATES, of rows OUTPUTS of the weight and the OUTPUTS behind them.
+    """Outputs BLOCK_E of ROWS_PADDED rows. With GATES, of rows OUTPUTS of the weight and the OUTPUTS after them.
 
-    ROWS there are in all; where it is 0, as many as `rows` says: one program for all of these numbers.
+    ROWS is the number of rows; 0 takes it from `rows`, so that one program serves all row counts.
     """
     program = tl.program_id(0)
     EVEN_E: tl.constexpr = OUTPUTS % BLOCK_E == 0
@@ -243,17 +243,17 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut: a program's outputs, the inputs of one step, and what runs it."""
+    """A product's tile: outputs per program, inputs per step, and launch parameters."""
 
     outputs: int
     inputs: int
     warps: int
     stages: int = 1
-    """Steps whose weights are under way at once; 1 leaves that to other programs."""
+    """Pipeline stages; 1 leaves hiding latency to other programs."""
     dot: bool = False
-    """By tensor cores; otherwise by plain products."""
+    """Whether tensor cores are used, or elementwise products."""
     rows: int = 16
-    """Rows of a program at most; programs of other rows read the same weights."""
+    """Rows per program at most; programs of other rows read the same weights."""
 
 
 def norm_linear(
@@ -270,8 +270,8 @@ def norm_linear(
 ) -> Tensor:
     """The product [N, E] of the norm of x + more.
 
-    Where there is more, x + more goes to `x_out_ND`, which is not x; with `kept_ND`, whose rows may lie apart, a copy
-    of x + more, or of x, goes there.
+    If `more` is given, x + more goes to `x_out_ND`, which is not x; `kept_ND`, whose rows may be strided, gets a copy
+    of x + more, or of x.
     """
     if out_NE is None:
         out_NE = x_ND.new_empty(len(x_ND), len(weight_ED))
@@ -361,20 +361,21 @@ def _launch(
 
 
 def fuses_norm(rows: int, size: int) -> bool:
-    """Whether every program may norm the rows again; above that a kernel of its own for it is faster."""
+    """Whether every program may repeat the norm of the rows; above that a separate kernel is faster."""
     return rows <= FUSED_ROWS and rows * size <= 4096
 
 
 def is_small(weight_ED: Tensor) -> bool:
-    """Whether a product of few rows takes as long as it takes to begin."""
+    """Whether a product of few rows is bound by latency."""
     return weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES
 
 
 def most_rows(weight_ED: Tensor) -> int:
-    """Rows up to which `few_linear` is ahead of a general product; what was so on an H200 at the sizes of `tiling_for`.
+    """Rows up to which `few_linear` is faster than a general product, as measured on an H200 at the sizes of
+    `tiling_for`.
 
-    Not at all if the weight is large and its rows are short, as in the head of a small model. Products of large weights
-    with few outputs are split along their inputs by a general product, which costs a launch to sum them up.
+    None if the weight is large and its rows are short, as in the head of a small model. Large weights with few outputs
+    are better split along their inputs by a general product, despite the launch that sums the parts.
     """
     outputs, size = weight_ED.shape
     if is_small(weight_ED):
@@ -385,15 +386,15 @@ def most_rows(weight_ED: Tensor) -> int:
 
 
 def most_rows_of_all(weights: Iterable[Tensor]) -> int:
-    """Rows up to which a pass through all of these weights is ahead by these kernels."""
+    """Rows up to which these kernels are faster for a pass through all of these weights."""
     return MOST_SMALL_ROWS if all(is_small(weight_ED) for weight_ED in weights) else MOST_ROWS
 
 
 def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, gates: bool) -> Tiling:
-    """How to cut a product: what was fastest on an H200 over the shapes of models with 135M and 8B weights.
+    """The fastest tiling on an H200 over the shapes of models with 135M and 8B weights.
 
-    A small one: as many programs as it takes to have its weights under way at once, each with whole rows. A large one:
-    so many weights under way that memory is busy, and about as many programs as processors hold at a time.
+    A small product gets enough programs to have all its weights loading at once, each with whole rows. A large one gets
+    enough loads in flight to saturate memory, and about as many programs as run at a time.
     """
     whole = triton.next_power_of_2(size)
     if small and rows > WHOLE_ROWS:

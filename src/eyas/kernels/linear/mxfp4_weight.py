@@ -1,11 +1,11 @@
-"""The matrices of a layer's experts in MXFP4: numbers of 4 bits (e2m1), of which 32 share a power of two (e8m0).
+"""MXFP4 matrices of a layer's experts: 4-bit floats (e2m1), 32 of which share a power of two (e8m0).
 
     weight = (-1)^sign * (0, 0.5, 1, 1.5, 2, 3, 4, 6)[magnitude] * 2^(exponent - 127)
 
-Published are bytes of two numbers, the lower four bits first, and a byte for each exponent. In memory they lie as
-`w4a16_triton.py` tells for integers, so that unpacking moves nothing: blocks of 4 planes of 32 inputs, the last one
-filled up with zeros; one word of 32 bits has the exponents of a block, those of the first plane lowest. A matrix of
-2,880 inputs takes 4.35 bits a weight so, and 4.25 as it is published.
+Checkpoints have bytes of two numbers, the lower four bits first, and one byte per exponent. In memory they lie as
+`w4a16_triton.py` has integers, so that unpacking moves nothing: blocks of 4 planes of 32 inputs, the last one padded
+with zeros; one word of 32 bits has the exponents of a block, the first plane's lowest. A matrix of 2,880 inputs takes
+4.35 bits per weight, and 4.25 in the checkpoint.
 
 bfloat16 and float32 hold every such number exactly; float16 those that are not too large or too small.
 
@@ -19,21 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eyas.kernels.linear.w4a16_linear import PLANES, pack_planes, unpack_planes
+from eyas.kernels.linear.planes import PLANES, pack_planes, unpack_planes
 
 GROUP = 32
-"""Weights that share an exponent, and inputs of a plane."""
+"""Weights that share an exponent; also the inputs of a plane."""
 BLOCK = PLANES * GROUP
 """Inputs of a block."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-NO_NUMBER = 255
-"""The exponent that stands for no number."""
 LEAST = 0x00400000
-"""2^-127 as the bits of a float32: what the exponent 0 stands for, for which float32 has no exponent."""
+"""2^-127 as the bits of a float32: the value of exponent 0, which float32 has no exponent for."""
 
 
 def numbers_of(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights [..., K] of codes 0..15 [..., K] and exponents [..., K / 32]."""
+    """Dequantise codes 0..15 [..., K] with exponents [..., K / 32]."""
     scales = (exponents.int() << 23).clamp(min=LEAST).view(torch.float32)
     values = torch.tensor(E2M1, device=codes.device)[codes.int()].view(*scales.shape, GROUP)
     numbers: Tensor = values * scales[..., None]
@@ -41,12 +39,14 @@ def numbers_of(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def codes_of(pairs: Tensor) -> Tensor:
-    """Codes 0..15 [..., K] of published bytes [..., K / 32, 16]; uint8."""
+    """Unpack published bytes [..., K / 32, 16] into codes 0..15 [..., K]; uint8."""
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-3)
 
 
 def dequantised_mxfp4(pairs_EOGP: Tensor, exponent_EOG: Tensor, dtype: torch.dtype) -> Tensor:
-    """Published matrices [E, O, K]; one expert after the other, as single steps take several times the memory."""
+    """Dequantise published matrices [E, O, K]; expert by expert, since intermediate results take several times the
+    memory.
+    """
     experts, outputs, groups = exponent_EOG.shape
     weight_EOK = torch.empty(experts, outputs, groups * GROUP, dtype=dtype, device=pairs_EOGP.device)
     for e in range(experts):
@@ -56,17 +56,15 @@ def dequantised_mxfp4(pairs_EOGP: Tensor, exponent_EOG: Tensor, dtype: torch.dty
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mxfp4Weight:
-    """The matrices of all experts, packed."""
+    """The packed matrices of all experts."""
 
     words_EOW: Tensor
-    """int16."""
     exponents_EBO: Tensor
-    """int32."""
     inputs: int
 
     @classmethod
     def of(cls, pairs_EOGP: Tensor, exponent_EOG: Tensor) -> "Mxfp4Weight":
-        """Of published matrices, on their device; one expert after the other."""
+        """Pack published matrices, expert by expert."""
         experts, outputs, groups = exponent_EOG.shape
         inputs = groups * GROUP
         blocks = -(-inputs // BLOCK)
@@ -78,23 +76,20 @@ class Mxfp4Weight:
             codes_OK = functional.pad(codes_of(pairs_EOGP[e]), (0, blocks * BLOCK - inputs))
             words_EOW[e] = pack_planes(codes_OK, GROUP)
             padded_OG = functional.pad(exponent_EOG[e].int(), (0, blocks * PLANES - groups))
-            # The parts have no bit in common; a sum of them would not be of int32 any more.
+            # The parts have no bit in common; their sum would no longer be int32.
             parts_OBJ = padded_OG.view(outputs, blocks, PLANES) << shift_J
             exponents_EBO[e] = (parts_OBJ[..., 0] | parts_OBJ[..., 1] | parts_OBJ[..., 2] | parts_OBJ[..., 3]).t()
         return cls(words_EOW=words_EOW, exponents_EBO=exponents_EBO, inputs=inputs)
 
     @property
     def count(self) -> int:
-        """Experts."""
         return len(self.words_EOW)
 
     @property
     def outputs(self) -> int:
-        """Of an expert."""
         return self.words_EOW.shape[1]
 
     def packed(self) -> list[Tensor]:
-        """What it takes memory for."""
         return [self.words_EOW, self.exponents_EBO]
 
     def dequantised(self, expert: int, dtype: torch.dtype) -> Tensor:

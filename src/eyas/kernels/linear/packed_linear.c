@@ -1,27 +1,26 @@
 /* y = x W^T + bias in float32 for few rows of x, as fast as W can be read from memory.
  *
- * Decoding one token reads every weight once and does little with it; verifying a handful of drafted tokens does a
- * handful of times as much with the same bytes. A general matrix product rearranges W on every call to please its
- * inner loop, which for few rows costs more than the product. Here W is rearranged once, when the model is loaded:
+ * Decoding one token reads every weight once and does little with it; verifying a handful of draft tokens does a
+ * handful of times as much with the same bytes. A general matrix product rearranges W on every call to suit its inner
+ * loop, which for few rows costs more than the product. Here W is rearranged once, when the model is loaded:
  *
  *     panels[p][k][c] = W[p * PANEL + c][k]        PANEL neighbouring outputs, all their weights for one input together
  *
- * so the inner loop reads W from front to back and feeds up to ROWS rows of x with every value it reads. Outputs
- * missing from the last panel are zeros.
+ * so the inner loop reads W sequentially and uses every value for up to ROWS rows of x. Outputs missing from the last
+ * panel are zeros.
  *
- * A weight may take two bytes where bfloat16 holds it exactly, as it does whatever was trained in that: a float32 is
- * its bfloat16 with zeros behind, so nothing is lost. Half as many bytes are half the time for a single row. From three
+ * A weight may take two bytes if bfloat16 holds it exactly, as with any weight trained in bfloat16: a float32 is its
+ * bfloat16 followed by zeros, so nothing is lost. Half as many bytes take half the time for a single row. From three
  * rows on, arithmetic takes longer than reading unless vectors are wide, and unpacking is arithmetic too.
  *
  *     panels[p][k / 2][c] = W[p * PANEL + c][k] below, W[p * PANEL + c][k + 1] above: 32 bits, for k = 0, 2, 4, ...
  *
- * with zeros behind K up to a multiple of STEP. That is also how the matrix unit of newer x86 processors wants weights
- * (tiles.h), and where there is one, halved panels go there.
+ * with zeros after K up to a multiple of STEP. The matrix unit of newer x86 processors has the same layout (tiles.h),
+ * and multiplies halved panels if there is one.
  *
- * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
- * threads. It is the sum over chunks of DEPTH inputs, each added up in order in a register of its own; tiles, stripes
- * and threads only choose which elements are worked on together. (Chunks also keep rounding errors small: a chunk's
- * sum starts from zero.)
+ * Invariant: an element of y is the same to the last bit whatever the number of rows and threads. It is the sum over
+ * chunks of DEPTH inputs, each added up in order in a register of its own; tiles, stripes and threads only choose which
+ * elements are computed together. (Chunks also keep rounding errors small: a chunk's sum starts from zero.)
  *
  * Vectors are GCC's and Clang's own, so one source serves NEON, SSE, AVX2 and AVX-512: compile for the machine at hand.
  *
@@ -46,8 +45,8 @@ enum {
     PANEL = 2 * LANES,  /* outputs in a panel: two vectors hide the latency of the additions of a single row */
     DEPTH = 128,        /* inputs in a chunk: its part of a panel stays in the first-level cache for all tiles */
     STRIPE = 8 * ROWS,  /* rows per sweep over W: they stay in the second-level cache for all panels */
-    LINE = 16,          /* numbers that come from memory at once */
-    STEP = 32,          /* inputs that halved panels have a multiple of */
+    LINE = 16,          /* floats in a cache line */
+    STEP = 32,          /* halved panels have a multiple of this many inputs */
 };
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -81,7 +80,7 @@ INLINE void read_weights(const int halved, const char *w, long k, vector *low, v
 }
 
 /* y[r][c] = before[r][c] + sum over k < depth of x[r][k] * w[k][c] for one tile: up to ROWS rows, one chunk of a panel.
- * The sums stay in registers, for `rows` is a constant at every call. `ahead` has the next chunk fetched meanwhile. */
+ * The sums stay in registers, since `rows` is a constant at every call. `ahead` prefetches the next chunk. */
 INLINE void multiply(const int rows, const int halved, const int ahead, const float *x, long K, const char *w, long depth,
                      const float *before, long before_stride, float *y, long y_stride) {
     vector w_low, w_high;
@@ -149,7 +148,7 @@ INLINE void panel(const int halved, const float *x, long M, long K, const char *
             }
             w_k = (const char *)whole;
         }
-        for (long t = 0; t < tiles; t++) { /* as even as can be: 9 rows are 5 + 4, not 8 + 1 */
+        for (long t = 0; t < tiles; t++) { /* as even as possible: 9 rows are 5 + 4, not 8 + 1 */
             const long first = M * t / tiles, rows = M * (t + 1) / tiles - first;
             const float *x_t = x + first * K + k;
             float *y_t = y + first * y_stride;
@@ -157,7 +156,7 @@ INLINE void panel(const int halved, const float *x, long M, long K, const char *
             const long before_stride = k > 0 ? y_stride : 0;
             if (halved && !unpacked)
                 tile(1, 0, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
-            else if (halved || tiles == 1) /* a single tile is no slower than memory, which then needs no telling */
+            else if (halved || tiles == 1) /* a single tile is no slower than memory, which needs no prefetch then */
                 tile(0, 0, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
             else
                 tile(0, 1, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
@@ -175,7 +174,7 @@ static void halved_panel(const float *x, long M, long K, const char *w, const fl
     panel(1, x, M, K, w, bias, y, y_stride);
 }
 
-/* The same where only the first `columns` exist, of y and of bias: by way of memory that has them all. */
+/* Likewise if only the first `columns` of y and bias exist: through a buffer that has all of them. */
 static void narrow_panel(panel_product *product, const float *x, long M, long K, const char *w, const float *bias,
                          long columns, float *y, long y_stride) {
     float wide_bias[PANEL] = {0}, wide_y[STRIPE * PANEL];
@@ -194,14 +193,14 @@ static int tiled_linear(const float *x, long M, long K, const char *panels, cons
 }
 #endif
 
-/* How many outputs make a panel here: what packs W must know. */
+/* The number of outputs in a panel, for packing. */
 int panel_width(void) { return PANEL; }
 
 /* Whether halved panels go to a matrix unit. */
 int uses_tiles(void) { return has_tiles(); }
 
-/* Whether halved panels are no slower than whole ones for any number of rows: with registers so wide, unpacking is
- * little beside what it saves of reading. */
+/* Whether halved panels are no slower than whole ones for any number of rows: with wide registers, unpacking costs
+ * little compared to the reads it saves. */
 int halving_pays(void) { return LANES == 16; }
 
 /* Some rows times a matrix. */
@@ -228,7 +227,7 @@ static void multiply_panels(const void *of, long first, long end) {
     }
 }
 
-/* y[M][N] = x[M][K] W[N][K]^T + bias[N]; `bias` may be null, rows lie densely, K > 0. */
+/* y[M][N] = x[M][K] W[N][K]^T + bias[N]; `bias` may be null, rows are contiguous, K > 0. */
 void packed_linear(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
                    int threads) {
     if (halved && has_tiles() && tiled_linear(x, M, K, panels, bias, N, y, threads)) return;

@@ -1,16 +1,16 @@
-"""Linear layers whose float32 weights lie in panels, for the few rows of decoding on a processor.
+"""float32 linear layers with weights in panels, fast for the few rows of decoding on a CPU.
 
-Verifying four drafted tokens should cost little more than decoding one, since the weights are read once either way;
-torch's product for two or more rows takes three times as long as for one. packed_linear.c says why and does better.
-There is one copy of the weights, in panels; it serves any number of rows, prompts included. Only a head that shares its
-matrix with the embedding becomes a second copy: lookups need rows, the product needs panels.
+Verifying four draft tokens should cost little more than decoding one token, since the weights are read once either
+way; torch's product for two or more rows takes three times as long as for one. packed_linear.c explains how it avoids
+that. One copy of the weights, in panels, serves any number of rows, prompts included. Only a head tied to the embedding
+needs a second copy: lookups need rows, the product needs panels.
 
-Products of a row or two take as long as reading the weights. Halved panels keep in two bytes what bfloat16 holds
-exactly, so that float32 results come out in less time: always for drafters, which run for few rows; for targets where
-the processor's vectors are wide enough, or a matrix unit (`tiles.h`) makes all products cheaper.
+Products of a row or two take as long as reading the weights. Halved panels store weights as bfloat16 where that is
+exact, so that float32 results come out sooner: always for drafters, which run for few rows; for targets where vectors
+are wide enough, or a matrix unit (`tiles.h`) makes all products cheaper.
 
-Invariant: a row's result does not depend on how many rows are computed with it, to the last bit. Greedy decoding
-therefore gives the same tokens one by one and verified in drafts.
+Invariant: a row's result is the same to the last bit however many rows are computed with it. So greedy decoding gives
+the same tokens one by one and verified as drafts.
 
 Shapes: M rows, N outputs, K inputs; P panels of C outputs each.
 """
@@ -25,21 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eyas.kernels.linear.served_linear import CompiledKernel, CompiledLinear, ProductWeight
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("packed_linear.c")
 STEP = 32
-"""Inputs that halved panels are made of a multiple of."""
-# Linears of one parent that read the same input: packed side by side, so that `joined` can run them as one.
+"""Inputs of halved panels are padded to a multiple of it."""
+# Linears of one parent that read the same input are packed side by side, so that `PackedLinear.join` can join them.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, eq=False)
-class LinearKernel:
+class LinearKernel(CompiledKernel):
     """The compiled product."""
-
-    library: ctypes.CDLL
-    made_by: str
 
     def __post_init__(self) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_long
@@ -47,30 +45,15 @@ class LinearKernel:
         product.argtypes = [pointer, size, size, pointer, ctypes.c_int, pointer, size, pointer, ctypes.c_int]
         product.restype = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LinearKernel":
-        return self  # code, not state: copies of a model share it
-
-    @property
-    def width(self) -> int:
-        """Outputs in a panel, C."""
-        return int(self.library.panel_width())
-
-    @property
-    def tiles(self) -> bool:
-        """Whether halved panels are multiplied by the processor's matrix unit."""
-        return bool(self.library.uses_tiles())
-
     @property
     def halving_pays(self) -> bool:
-        """Whether halved panels are no slower than whole ones, however many rows there are."""
+        """Whether halved panels are no slower than whole ones for any number of rows."""
         return bool(self.library.halving_pays())
 
     def linear(self, x: Tensor, layer: "PackedLinear", out: Tensor | None = None) -> Tensor:
-        """As torch's linear; x, bias and `out` are float32 on the processor, and all lie densely but for x."""
+        """torch's linear; x, bias and `out` are float32 on the CPU, and all but x are contiguous."""
         x = x.contiguous()
-        y = x.new_empty((*x.shape[:-1], layer.out_features)) if out is None else out
-        if x.dtype != torch.float32 or y.dtype != torch.float32:  # anything else would be read and written past its end
-            raise TypeError(f"compiled products read and write float32, not {x.dtype} and {y.dtype}")
+        y = self.outputs_of(x, layer.out_features, out)
         self.library.packed_linear(
             x.data_ptr(),
             x.numel() // layer.in_features,
@@ -86,17 +69,17 @@ class LinearKernel:
 
 
 def load_kernel(*, cache: Path | None = None) -> tuple[LinearKernel | None, str]:
-    """Return the kernel and who compiled it, or None and the reason why there is none."""
+    """Return the kernel and its compiler, or None and the reason why there is none."""
     library, words = load_native(SOURCE, cache=cache)
     if library is None:
         return None, words
-    kernel = LinearKernel(library, words)
-    return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
+    kernel = LinearKernel(library)
+    return (kernel, words) if _is_right(kernel) else (None, f"the library compiled by {words} computes wrong results")
 
 
 @torch.no_grad()
 def _is_right(kernel: LinearKernel) -> bool:
-    """Try it: the compiler is one that nobody here has met."""
+    """Try it: this compiler may never have been tested."""
     linear = nn.Linear(2 * kernel.width + 1, 2 * kernel.width + 1, device="meta").to_empty(device="cpu")
     for parameter in linear.parameters():
         parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 7 - 3)  # small integers: sums are exact
@@ -105,13 +88,12 @@ def _is_right(kernel: LinearKernel) -> bool:
     return all(torch.equal(pack(kernel, [linear], halve=halve)[0](x_MK), expected) for halve in (False, True))
 
 
-class PackedLinear(nn.Module):
-    """A linear layer for inference; what the kernel does not do (gradients, other types) runs unpacked and slowly."""
+class PackedLinear(CompiledLinear):
+    """A linear layer of float32 weights; gradients and other types run unpacked and slowly."""
 
     panels_PKC: Tensor
-    """float32; or bfloat16 if halved, then an output's weights for two neighbouring inputs lie side by side, and inputs
-    are filled up with zeros to a multiple of STEP."""
-    bias: Tensor | None
+    """float32; or bfloat16 if halved: then an output's weights for two neighbouring inputs are adjacent, and inputs are
+    zero-padded to a multiple of STEP."""
 
     def __init__(
         self,
@@ -127,13 +109,12 @@ class PackedLinear(nn.Module):
         self.kernel = kernel
         self.in_features = in_features
         self.out_features = out_features
-        self.halved = halved  # not told by the type: whatever the module is cast to, panels stay in their order
+        self.halved = halved  # not derived from the dtype: panels keep their layout whatever the module is cast to
         self.register_buffer("panels_PKC", panels_PKC)
         self.register_buffer("bias", bias_N)
 
     @property
     def weight(self) -> Tensor:
-        """The weight as nn.Linear keeps it, [N, K]: a copy made on each call."""
         panels_PKC = self.panels_PKC
         if self.halved:
             panels, inputs, width = panels_PKC.shape
@@ -142,7 +123,6 @@ class PackedLinear(nn.Module):
         return weight_NK[: self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs of rows [..., K], [..., N]."""
         panels_PKC = self.panels_PKC
         if (
             x.dtype == torch.float32
@@ -156,24 +136,51 @@ class PackedLinear(nn.Module):
         weight_NK = self.weight.to(x.dtype) if self.halved else self.weight
         return functional.linear(x, weight_NK, self.bias)
 
-    def product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `LinearKernel.linear`."""
-        return self.kernel.linear(x, self, out)
+    def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
+        return self.kernel.linear(x_NK, self, out_NE)
 
-    def extra_repr(self) -> str:
-        """As nn.Linear prints itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    def packed(self) -> list[Tensor]:
+        return [self.panels_PKC]
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """A saved model holds the names and shapes of nn.Linear, not panels, which differ between processors."""
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
+    def product_weight(self) -> ProductWeight:
+        return ProductWeight(
+            panels=self.panels_PKC.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            halved=self.halved,
+        )
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        return {"product": self.kernel.library.packed_linear}
+
+    @classmethod
+    def join(cls, linears: Sequence["PackedLinear"]) -> "PackedLinear | None":
+        """Join layers whose panels are adjacent in memory.
+
+        They are after `pack` if every number of outputs but the last is a multiple of the panel's width.
+        """
+        parts = [linear.panels_PKC for linear in linears]
+        width = parts[0].shape[-1]
+        for linear, before, after in zip(linears, parts, parts[1:], strict=False):
+            end = before.data_ptr() + before.numel() * before.element_size()
+            same_storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+            if not same_storage or end != after.data_ptr() or linear.out_features % width:
+                return None
+        panels_PKC = parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+        bias_N = None
+        if any(linear.bias is not None for linear in linears):
+            biases = [torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+            bias_N = torch.cat(biases)
+        outputs = sum(linear.out_features for linear in linears)
+        first = linears[0]
+        return cls(first.kernel, panels_PKC, first.in_features, outputs, bias_N, halved=first.halved)
 
 
 @torch.no_grad()
 def pack(kernel: LinearKernel, linears: Sequence[nn.Linear], *, halve: bool = False) -> list[PackedLinear]:
-    """Pack linears of equally many inputs side by side into one block of memory, halved if told to and possible."""
+    """Pack linears of the same input size into one block of memory, with halved panels if asked for and exact."""
     width, inputs = kernel.width, linears[0].in_features
     counts = [-(-linear.out_features // width) for linear in linears]
     panels_PKC = torch.zeros(sum(counts), inputs, width)
@@ -195,83 +202,49 @@ def pack(kernel: LinearKernel, linears: Sequence[nn.Linear], *, halve: bool = Fa
     ]
 
 
-def joined(linears: Sequence[PackedLinear]) -> PackedLinear | None:
-    """Return one layer with the outputs of all, in order, on the same memory; None where they do not lie side by side.
-
-    They do after `pack` if every number of outputs but the last is a multiple of the panel's width.
-    """
-    parts = [linear.panels_PKC for linear in linears]
-    width = parts[0].shape[-1]
-    for linear, before, after in zip(linears, parts, parts[1:], strict=False):
-        end = before.data_ptr() + before.numel() * before.element_size()
-        same_storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        if not same_storage or end != after.data_ptr() or linear.out_features % width:
-            return None
-    panels_PKC = parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
-    bias_N = None
-    if any(linear.bias is not None for linear in linears):
-        biases = [torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
-        bias_N = torch.cat(biases)
-    outputs = sum(linear.out_features for linear in linears)
-    first = linears[0]
-    return PackedLinear(first.kernel, panels_PKC, first.in_features, outputs, bias_N, halved=first.halved)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What `pack_linears` did."""
+    """The result of `pack_linears`."""
 
     linears: int
-    """How many were replaced; 0 means that the model is as it was."""
-    bytes: int
-    """Size of all panels."""
-    second_copy_bytes: int
-    """The part of it whose original stays in memory too: a head tied to the embedding."""
+    """How many were replaced; 0 means that the model is unchanged."""
     words: str
-    """Who compiled the kernel, or why nothing was packed."""
+    """The compiler of the kernel, or why nothing was packed."""
 
 
 def pack_linears(
     model: nn.Module, *, halve: bool | None = None, widen: bool = False, cache: Path | None = None
 ) -> Packing:
-    """Replace every float32 nn.Linear on the processor inside `model`, in place; the model can no longer be trained.
+    """Replace every float32 nn.Linear on the CPU inside `model`, in place; the model can no longer be trained.
 
-    Panels are halved, where weights allow it, if told to: for models that run for one or two rows at a time. Left open,
-    they are where that is no slower for any number of rows.
+    `halve` stores panels in bfloat16 where that is exact: for models that run for one or two rows at a time. None
+    halves them where that is no slower for any number of rows.
 
-    `widen` lets a bfloat16 model compute in float32 from the weights as they are, where these are then halved and
-    belong to linears all: that is faster than torch in bfloat16, and a row's result does not depend on the others.
+    `widen` lets a bfloat16 model compute in float32 from its weights as they are, if all matrices belong to linears and
+    halving them pays: that is faster than torch in bfloat16, and a row's result does not depend on the others.
     """
     widen = widen and _can_widen(model)
-    dtype, nothing = torch.bfloat16 if widen else torch.float32, "there are no float32 linears on the processor"
+    dtype, nothing = torch.bfloat16 if widen else torch.float32, "there are no float32 linears on the CPU"
     groups = _groups(model, dtype)
     kernel, words = load_kernel(cache=cache) if groups else (None, nothing)
     if kernel is not None and halve is None:
         halve = kernel.halving_pays
     if kernel is None or (widen and not halve):
-        return Packing(linears=0, bytes=0, second_copy_bytes=0, words=words if kernel is None else nothing)
-    kept = {
-        id(parameter)
-        for module in model.modules()
-        if not _can_pack(module, dtype)
-        for parameter in module.parameters(recurse=False)
-    }
-    count = total = second_copy = 0
+        return Packing(linears=0, words=words if kernel is None else nothing)
+    count = 0
     for parent, names in groups:
         linears = [getattr(parent, name) for name in names]
         several = pack(kernel, linears, halve=bool(halve))
-        for name, linear, packed in zip(names, linears, several, strict=True):
+        for name, packed in zip(names, several, strict=True):
             setattr(parent, name, packed)
             count += 1
-            total += packed.panels_PKC.nbytes
-            second_copy += packed.panels_PKC.nbytes if id(linear.weight) in kept else 0
     if widen:
         _widen(model)
-    return Packing(linears=count, bytes=total, second_copy_bytes=second_copy, words=words)
+    return Packing(linears=count, words=words)
 
 
 def _can_widen(model: nn.Module) -> bool:
-    """Whether it is bfloat16 on the processor, and has no matrix that would take twice the memory but embeddings."""
+    """Whether it is bfloat16 on the CPU, and only embeddings would take twice the memory."""
     own = [(module, weight) for module in model.modules() for weight in module.parameters(recurse=False)]
     return all(
         weight.dtype == torch.bfloat16
@@ -282,7 +255,7 @@ def _can_widen(model: nn.Module) -> bool:
 
 
 def _widen(model: nn.Module) -> None:
-    """Make float32 of all that is not packed."""
+    """Convert everything that is not packed to float32."""
     for module in model.modules():
         if not isinstance(module, PackedLinear):
             for weight in module.parameters(recurse=False):
@@ -293,7 +266,7 @@ def _widen(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Where the linears are: a parent and the names of those to be packed together."""
+    """Find the linears: each parent with the names of those to pack together."""
     groups: list[tuple[nn.Module, tuple[str, ...]]] = []
     for parent in model.modules():
         inputs = {name: child.in_features for name, child in parent.named_children() if _can_pack(child, dtype)}
@@ -304,7 +277,7 @@ def _groups(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, tuple
 
 
 def _can_pack(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
-    """Whether it is an nn.Linear of this type, no subclass, which may do otherwise, and has no hooks."""
+    """Whether it is exactly an nn.Linear (subclasses may compute something else), of this dtype, without hooks."""
     return (
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter

@@ -1,12 +1,13 @@
 /* y = x W^T + bias over weights of 4 or 8 bits, by integer products, for any number of rows.
  *
- * Weights come in blocks of BLOCK neighbouring inputs of an output. A block has a scale, or one for each half of it, and
- * may have a minimum:
+ * Weights come in blocks of BLOCK neighbouring inputs of an output. A block has a scale, or one for each half of it,
+ * and may have a minimum:
  *
  *     W[n][k] = scale[n][k / BLOCK] * (q[n][k] - zero) + minimum[n][k / BLOCK]
  *
- * Rows of x are quantised the same way, to 8 bits with a scale for every block. So a block's share of a sum is a product
- * of integers, exact whatever its order, times two scales; and what the minimum adds is it times the sum of the block.
+ * Rows of x are quantised the same way, to 8 bits with a scale for every block. So a block's share of a sum is a
+ * product of integers, exact whatever its order, times two scales; and what the minimum adds is it times the sum of the
+ * block.
  *
  * Weights lie in panels of PANEL outputs, block behind block: scales, minima (half precision), then
  *
@@ -30,7 +31,7 @@
 #include <string.h>
 
 #if defined(PORTABLE) || defined(NEON) || defined(VNNI) || defined(AVX2)
-/* told so by tests */
+/* chosen by tests */
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define NEON
 #elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -66,21 +67,21 @@ enum {
     HALF = BLOCK / 2,
     VECTORS = PANEL / LANES,
     STRIPE = 16 * ROWS, /* rows per sweep over W: they stay in the second-level cache for all panels */
-    CHUNK = 16,         /* blocks that are unpacked at a time: they stay in the first-level cache for all rows */
-    FEW = 1 << 13,      /* numbers that one thread has quantised before a second one has begun */
-    LINE = 64,          /* bytes that come from memory at once */
-    AHEAD = 8192,       /* bytes of weights that are on their way: the processor itself looks no further than a page */
+    CHUNK = 16,         /* blocks unpacked at a time: they stay in the first-level cache for all rows */
+    FEW = 1 << 13,      /* quantising fewer numbers is done before a second thread has started */
+    LINE = 64,          /* bytes in a cache line */
+    AHEAD = 8192,       /* bytes of weights to prefetch: the CPU's own prefetch stops at a page */
 };
 
-/* What a format is made of; quantised_linear.py has the same. */
+/* The flags of a format; quantised_linear.py has the same. */
 enum { FOUR_BITS = 1, MINIMA = 2, SCALES_OF_HALVES = 4 };
 
 typedef float vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t integers __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint8_t bytes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 
-/* 1.5 * 2^23: an integer that is added to its bits is what the number then lies above it. Sums of blocks begin with them,
- * and are below 2^22; that is cheaper than a conversion. A number 2^4 times smaller divides them by 16 beside. */
+/* 1.5 * 2^23: an integer that is added to its bits is what the number then lies above it. Sums of blocks begin with
+ * them, and are below 2^22; that is cheaper than a conversion. A number 2^4 times smaller divides them by 16 beside. */
 #define MAGIC 12582912.0f
 #define MAGIC_OF_16THS 786432.0f
 enum { MAGIC_BITS = 0x4b400000, MAGIC_BITS_OF_16THS = 0x49400000 };
@@ -138,7 +139,7 @@ INLINE integers dot(bytes w, const int8_t *x) {
 static float widened(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
     uint32_t bits = sign | ((rest << 13) + 0x38000000);
-    if (rest >= 0x7c00) bits = sign | (rest << 13) | 0x7f800000; /* infinite, or no number */
+    if (rest >= 0x7c00) bits = sign | (rest << 13) | 0x7f800000; /* infinite, or NaN */
     float x;
     if (rest < 0x400) { /* below the normal numbers */
         x = (float)rest * 0x1p-24f;
@@ -225,15 +226,15 @@ static long zero_of(int format) {
 static long head_bytes(int format) { return PANEL * 2 * (scales_in(format) + (format & MINIMA ? 1 : 0)); }
 static long block_bytes(int format) { return head_bytes(format) + PANEL * (format & FOUR_BITS ? HALF : BLOCK); }
 
-/* Have a block fetched that will be needed in a while. */
+/* Prefetch a block that will be needed soon. */
 INLINE void fetch_ahead(const uint8_t *w, const long size) {
 #if defined(__x86_64__)
     UNROLL for (long i = 0; i < size; i += LINE) __builtin_prefetch(w + AHEAD + i, 0, 2); /* second-level cache */
 #endif
 }
 
-/* The largest of BLOCK numbers, whatever their signs. Positive floats are ordered like their bits, and what is no number
- * is above them all: then so is the scale, and all that comes of it. */
+/* The largest of BLOCK numbers, whatever their signs. Positive floats are ordered like their bits, and what is no
+ * number is above them all: then so is the scale, and all that comes of it. */
 INLINE float largest_of(const float *x) {
     int32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
@@ -271,8 +272,8 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *halve
 #endif
 }
 
-/* One row; its blocks are every `step`th from `first` on. Scales of all blocks first: the rest of a block would wait for
- * its own. */
+/* One row; its blocks are every `step`th from `first` on. All scales first: the other blocks would wait for their
+ * own. */
 INLINE void quantise_blocks(const float *x, long K, const struct rows *rows, long first, const long step) {
     const long B = rows->blocks, whole = K / BLOCK;
     float padded[BLOCK] = {0};
@@ -399,7 +400,7 @@ INLINE void panel(const int format, const struct rows *rows, long m, long M, con
                 fetch_ahead(w + i * size, size);
                 UNROLL for (int j = 0; j < 4 * VECTORS; j++) low[j] = lower(q[j], format), high[j] = upper(q[j], format);
             }
-        for (long t = 0; t < tiles; t++) { /* as even as can be */
+        for (long t = 0; t < tiles; t++) { /* as even as possible */
             const long from = M * t / tiles, count = M * (t + 1) / tiles - from;
             if (unpacks)
                 tile(count, format, 1, rows, m + from, b, end, w_b, unpacked, sums + from * PANEL);
@@ -449,7 +450,7 @@ static void quantise_row(const float *x, long K, const struct rows *rows, long m
         quantise_blocks(x, K, rows, m * B, 1);
 }
 
-/* Some outputs of a product: a matrix by itself, or one of several that read the same x. Python has the same. */
+/* Some outputs of a product: a matrix alone, or one of several with the same x. Python has the same struct. */
 struct part {
     const uint8_t *panels;
     const float *bias; /* null: none */
@@ -512,7 +513,7 @@ static void multiply_panels(const void *of, long first, long end) {
     if (shaped) release_tiles();
 }
 
-/* y[:, :N] = x W^T + bias; rows of y lie `y_stride` apart, those of x densely. */
+/* y[:, :N] = x W^T + bias; rows of y are `y_stride` apart, those of x contiguous. */
 void quantised_linear(const float *x, long M, long K, const struct part *parts, long part_count, float *y, long y_stride,
                       void *workspace, int threads) {
     const long B = blocks_of(K);

@@ -1,14 +1,14 @@
-"""Linear layers over weights of 4 or 8 bits in blocks, multiplied as integers, for decoding on a processor.
+"""Linear layers of 4- or 8-bit weights in blocks, multiplied as integers on a CPU.
 
 Decoding takes as long as reading the weights. Blocks of 32 with a scale, as GGUF files have them, are a quarter or an
-eighth of float32; and integer products do four times as much at once, so that prompts gain too. quantised_linear.c says
-what is computed and how weights lie.
+eighth of float32; and integer instructions do four times as much at once, which helps prompts too. quantised_linear.c
+says how weights lie and what is computed.
 
-The kinds of GGUF come in five formats here (`Blocks`): 4 or 8 bits, with a minimum per block or without, and 8 bits
-with a scale for each half of a block. Kinds of 5 and 6 bits take 8.
+GGUF's kinds are stored in five formats (`Blocks`): 4 or 8 bits, with or without a minimum per block, and 8 bits with a
+scale per half block. Kinds of 5 and 6 bits take 8.
 
-Invariant: a row's result does not depend on how many rows are computed with it, to the last bit. So drafts change
-nothing about what a quantised target says.
+Invariant: a row's result is the same to the last bit however many rows are computed with it. So drafts do not change
+the tokens of a quantised target.
 
 Shapes: M rows, N outputs, K inputs, B blocks, S scales of an output (B, or 2 B by halves); P panels of C outputs each.
 """
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.kernels.linear.quantised_weight import QuantisedWeight
+from eyas.kernels.linear.served_linear import CompiledKernel, CompiledLinear, ProductWeight
 from eyas.kernels.linear.weight_memory import laid_apart
 from eyas.kernels.native import load_native
 
@@ -34,13 +35,13 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("quantised_linear.c")
 BLOCK = 32
 FOUR_BITS, MINIMA, SCALES_OF_HALVES = 1, 2, 4
-"""What a format is made of, as quantised_linear.c has it."""
+"""Flags of a format, as in quantised_linear.c."""
 FORMATS = (0, FOUR_BITS, MINIMA, FOUR_BITS | MINIMA, SCALES_OF_HALVES)
 Bits = Literal[4, 8]
 Form = Literal["NEON", "VNNI", "AVX2", "PORTABLE"]
-"""What quantised_linear.c can be made for; VNNI without AMX."""
+"""Instruction sets that quantised_linear.c can be compiled for; VNNI without AMX."""
 TILED_ROWS = 32
-"""Rows from which on AMX is used, where it is."""
+"""AMX, if there is one, is used from this many rows on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,16 +49,14 @@ class Blocks:
     """A matrix [N, K] in blocks: scale * q + minimum."""
 
     q_NK: Tensor
-    """int8. Of 4 bits: 0 to 15 with a minimum, -8 to 7 without."""
+    """Integers, int8. With 4 bits: 0 to 15 with a minimum, -8 to 7 without."""
     scale_NS: Tensor
-    """float16."""
     minimum_NB: Tensor | None
-    """float16."""
     bits: Bits
 
     @property
     def format(self) -> int:
-        """What quantised_linear.c calls it."""
+        """The format flags, as in quantised_linear.c."""
         halves = self.scale_NS.shape[1] > -(-self.q_NK.shape[1] // BLOCK)
         return (
             (FOUR_BITS if self.bits == 4 else 0)
@@ -66,12 +65,10 @@ class Blocks:
         )
 
     def rows(self, index: Tensor) -> "Blocks":
-        """Some rows, in this order."""
         minimum = None if self.minimum_NB is None else self.minimum_NB[index]
         return replace(self, q_NK=self.q_NK[index], scale_NS=self.scale_NS[index], minimum_NB=minimum)
 
     def weight(self) -> Tensor:
-        """[N, K], float32."""
         scales = self.scale_NS.shape[1] // -(-self.q_NK.shape[1] // BLOCK)
         inputs = self.q_NK.shape[1]
         scale_NK = self.scale_NS.float().repeat_interleave(BLOCK // scales, dim=1)[:, :inputs]
@@ -83,7 +80,7 @@ class Blocks:
 
 @torch.no_grad()
 def quantise(weight_NK: Tensor, bits: Bits) -> Blocks:
-    """Blocks of a matrix, as GGUF's Q8_0 and Q4_1 choose them: 4 bits are too few to leave half of them unused."""
+    """Quantise a matrix to blocks as GGUF's Q8_0 and Q4_1 do: 4 bits need a minimum to use their whole range."""
     outputs, inputs = weight_NK.shape
     weight_NBI = functional.pad(weight_NK.float(), (0, -inputs % BLOCK)).view(outputs, -1, BLOCK)
     lowest_NB, highest_NB = weight_NBI.aminmax(dim=-1)
@@ -101,7 +98,7 @@ def quantise(weight_NK: Tensor, bits: Bits) -> Blocks:
 
 @torch.no_grad()
 def as_blocks(weight: QuantisedWeight) -> Blocks:
-    """A published weight in blocks of 8 bits: its integers where a scale holds for whole blocks, else rounded anew."""
+    """Convert a published weight to blocks of 8 bits: exactly if its scales cover whole blocks, else rounded again."""
     inputs = weight.q_EK.shape[1]
     whole = weight.scale_EG.shape[1] == 1 or weight.group % BLOCK == 0
     if (
@@ -126,11 +123,8 @@ class _Matrix(ctypes.Structure):
 
 
 @dataclass(frozen=True, eq=False)
-class QuantisedKernel:
+class QuantisedKernel(CompiledKernel):
     """The compiled product."""
-
-    library: ctypes.CDLL
-    made_by: str
 
     def __post_init__(self) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_long
@@ -144,38 +138,22 @@ class QuantisedKernel:
         library.workspace_bytes.argtypes, library.workspace_bytes.restype = [size], size
         library.uses.restype = ctypes.c_char_p
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantisedKernel":
-        return self  # code, not state: copies of a model share it
-
-    @property
-    def width(self) -> int:
-        """Outputs in a panel, C."""
-        return int(self.library.panel_width())
-
     @property
     def uses(self) -> str:
-        """The instructions it multiplies with."""
+        """The instruction set that it uses."""
         return str(self.library.uses().decode())
 
-    @property
-    def tiles(self) -> bool:
-        """Whether many rows are multiplied by the processor's matrix unit (AMX)."""
-        return bool(self.library.uses_tiles())
-
     def use_tiles(self, wanted: bool) -> None:
-        """Switch the matrix unit on or off, where there is one: for all who use this library. Results are the same."""
+        """Switch the matrix unit on or off, if there is one, for every user of this library. Results are the same."""
         self.library.use_tiles(wanted)
 
     def workspace_bytes(self, inputs: int) -> int:
-        """What a row takes beside its results."""
         return int(self.library.workspace_bytes(inputs))
 
     def linear(self, x: Tensor, layer: "QuantisedLinear", out: Tensor | None = None) -> Tensor:
-        """As torch's linear; x and `out` are float32 on the processor, and lie densely but for x."""
+        """torch's linear; x and `out` are float32 on the CPU, and `out` is contiguous."""
         x = x.contiguous()
-        y = x.new_empty((*x.shape[:-1], layer.out_features)) if out is None else out
-        if x.dtype != torch.float32 or y.dtype != torch.float32:  # anything else would be read and written past its end
-            raise TypeError(f"compiled products read and write float32, not {x.dtype} and {y.dtype}")
+        y = self.outputs_of(x, layer.out_features, out)
         rows = x.numel() // layer.in_features
         workspace = torch.empty(rows * self.workspace_bytes(layer.in_features), dtype=torch.uint8)
         self.library.quantised_linear(
@@ -185,7 +163,7 @@ class QuantisedKernel:
         return y
 
     def rows(self, layer: "QuantisedLinear", ids: Tensor) -> Tensor:
-        """Rows of the layer's only matrix, as float32 [..., K]."""
+        """Rows of the layer's only matrix, float32 [..., K]."""
         assert len(layer.parts) == 1
         ids = ids.contiguous()
         y = torch.empty((*ids.shape, layer.in_features), dtype=torch.float32)
@@ -195,13 +173,13 @@ class QuantisedKernel:
         return y
 
     def pack(self, blocks: Blocks) -> Tensor:
-        """Panels of a matrix: bytes [P, B, ...]."""
+        """Lay a matrix out in panels: bytes [P, B, ...]."""
         (outputs, inputs), width = blocks.q_NK.shape, self.width
         panels, count = -(-outputs // width), -(-inputs // BLOCK)
         missing = panels * width - outputs
 
         def heads(x_NS: Tensor) -> Tensor:
-            """Numbers of blocks, as bytes [P, B, ...], all outputs of a panel side by side."""
+            """Scales or minima as bytes [P, B, ...], all outputs of a panel side by side."""
             x_PCBH = functional.pad(x_NS, (0, 0, 0, missing)).view(panels, width, count, -1)
             return x_PCBH.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(panels, count, -1)
 
@@ -219,25 +197,26 @@ class QuantisedKernel:
 
 
 def load_quantised(*, cache: Path | None = None, form: Form | None = None) -> tuple[QuantisedKernel | None, str]:
-    """Return the kernel and who compiled it, or None and the reason why there is none.
+    """Return the kernel and its compiler, or None and the reason why there is none.
 
-    It is made for what the processor can do best, unless tests name a form. AMX is used if it gives the same bits.
+    It is compiled for the best instructions of this CPU, unless tests name a form. AMX is used if it gives the same
+    bits.
     """
     library, words = load_native(SOURCE, cache=cache, defines=() if form is None else (form,))
     if library is None:
         return None, words
-    kernel = QuantisedKernel(library, words)
+    kernel = QuantisedKernel(library)
     if kernel.tiles and (differing := _differing_with_tiles(kernel)):
         kernel.use_tiles(False)
         logger.warning(
             f"AMX int8 is off: {differing} gave other results with it than without; products are by {kernel.uses}"
         )
-    return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
+    return (kernel, words) if _is_right(kernel) else (None, f"the library compiled by {words} computes wrong results")
 
 
 @torch.no_grad()
 def _is_right(kernel: QuantisedKernel) -> bool:
-    """Try every format: the compiler is one that nobody here has met. All numbers are such that sums are exact."""
+    """Try every format, since this compiler may never have been tested. The numbers are such that sums are exact."""
     outputs, inputs = 2 * kernel.width + 1, 5 * BLOCK + 3
     x_MK = (torch.arange(19 * inputs).view(19, -1) * 37 % 255 - 127).float()
     x_MK[:, ::BLOCK] = 127.0  # then a block's scale is 1
@@ -263,7 +242,7 @@ def _is_right(kernel: QuantisedKernel) -> bool:
 
 @torch.no_grad()
 def _differing_with_tiles(kernel: QuantisedKernel) -> str:
-    """The first products that differ between the matrix unit and vectors, in words; none does where all is well."""
+    """Name the first product that differs between the matrix unit and vectors; empty if none does."""
     outputs, inputs = 2 * kernel.width + 1, 17 * BLOCK + 3
     generator = torch.Generator().manual_seed(0)
     x_MK = torch.randn(5 * TILED_ROWS - 11, inputs, generator=generator)
@@ -289,27 +268,25 @@ def _differing_with_tiles(kernel: QuantisedKernel) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A packed matrix, with the bias that goes with it."""
+    """A packed matrix and its bias."""
 
     bytes_PBX: Tensor
     format: int
     outputs: int
     bias_N: Tensor | None
 
-    @property
-    def nbytes(self) -> int:
-        """In memory."""
-        return self.bytes_PBX.nbytes
 
+class QuantisedLinear(CompiledLinear):
+    """A linear layer of one packed matrix, or of several that read the same input."""
 
-class QuantisedLinear(nn.Module):
-    """A linear layer for inference over one packed matrix, or several that read the same input."""
+    rounds_inputs = True
+    shared_packed = True
 
     def __init__(self, kernel: QuantisedKernel, panels: Sequence[Panels], in_features: int) -> None:
         super().__init__()
         self.kernel = kernel
         self.in_features, self.out_features = in_features, sum(one.outputs for one in panels)
-        self.panels = tuple(panels)  # no buffers: nothing may cast or move them
+        self.panels = tuple(panels)  # not buffers: nothing may cast or move them
         self.parts = (_Matrix * len(panels))(
             *(
                 _Matrix(
@@ -324,63 +301,57 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def of(cls, kernel: QuantisedKernel, blocks: Blocks, bias_N: Tensor | None = None) -> "QuantisedLinear":
-        """Pack a matrix."""
         outputs, inputs = blocks.q_NK.shape
         bias_N = None if bias_N is None else bias_N.detach().float().contiguous()
         return cls(kernel, [Panels(laid_apart(kernel.pack(blocks)), blocks.format, outputs, bias_N)], inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantisedLinear":
-        # A drafter's are written when it gets other weights: a copy has its own.
+        # A swap writes new weights into a drafter's panels, so a copy needs its own.
         panels = [replace(one, bytes_PBX=laid_apart(one.bytes_PBX), bias_N=deepcopy(one.bias_N)) for one in self.panels]
         return QuantisedLinear(self.kernel, panels, self.in_features)
 
     def packed(self) -> list[Tensor]:
-        """What its weights take memory for."""
         return [one.bytes_PBX for one in self.panels]
 
+    def product_weight(self) -> ProductWeight:
+        return ProductWeight(
+            parts=ctypes.addressof(self.parts),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            part_count=len(self.parts),
+        )
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(one.nbytes for one in self.panels)
+    def steps(self) -> dict[str, Any]:
+        library = self.kernel.library
+        return {"quantised_product": library.quantised_linear, "packed_rows": library.dequantised_rows}
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.kernel.workspace_bytes(self.in_features)
 
     @property
     def weight(self) -> Tensor:
-        """The weight as nn.Linear keeps it, [N, K], dequantised to float32: a copy made on each call."""
         alone = [QuantisedLinear(self.kernel, [one], self.in_features) for one in self.panels]
         return torch.cat([self.kernel.rows(one, torch.arange(one.out_features)) for one in alone])
 
     @property
-    def bias(self) -> Tensor | None:
-        """[N], or None."""
+    def bias(self) -> Tensor | None:  # type: ignore[override]
         if all(one.bias_N is None for one in self.panels):
             return None
         return torch.cat([torch.zeros(one.outputs) if one.bias_N is None else one.bias_N for one in self.panels])
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs of rows [..., K], [..., N]."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("a quantised linear has no gradient; load the target with quantization none")
-        return self.kernel.linear(x.float(), self).to(x.dtype)
+        return super().forward(x.float()).to(x.dtype)
 
-    def product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """As `QuantisedKernel.linear`."""
-        return self.kernel.linear(x, self, out)
+    def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
+        return self.kernel.linear(x_NK, self, out_NE)
 
-    def extra_repr(self) -> str:
-        """As nn.Linear prints itself."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.nbytes} bytes"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """A saved model holds the names and shapes of nn.Linear."""
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
-
-
-def joined_quantised(linears: Sequence[QuantisedLinear]) -> QuantisedLinear:
-    """One layer with the outputs of all, in order, on the same memory; x is quantised once for all."""
-    first = linears[0]
-    return QuantisedLinear(first.kernel, [one for linear in linears for one in linear.panels], first.in_features)
+    @classmethod
+    def join(cls, linears: Sequence["QuantisedLinear"]) -> "QuantisedLinear":
+        """Always possible; rows are rounded once for all parts."""
+        first = linears[0]
+        return cls(first.kernel, [one for linear in linears for one in linear.panels], first.in_features)
 
 
 def replace_by_blocks(model: nn.Module, kernel: QuantisedKernel, blocks_of: Callable[[nn.Linear], Blocks]) -> int:
@@ -392,31 +363,3 @@ def replace_by_blocks(model: nn.Module, kernel: QuantisedKernel, blocks_of: Call
                 setattr(parent, name, QuantisedLinear.of(kernel, blocks_of(linear), linear.bias))
                 count += 1
     return count
-
-
-class QuantisedEmbedding(nn.Module):
-    """Embeddings looked up in a packed matrix, which a head may be multiplied with."""
-
-    def __init__(self, table: QuantisedLinear, scale: float | None = None) -> None:
-        super().__init__()
-        self.table = table
-        self.num_embeddings, self.embedding_dim = table.out_features, table.in_features
-        self.scale = scale
-        """What some models multiply embeddings by."""
-
-    def __len__(self) -> int:
-        return self.num_embeddings
-
-    @property
-    def weight(self) -> Tensor:
-        """The table [V, D], dequantised to float32: a copy made on each call."""
-        return self.table.weight
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the table [..., D], float32."""
-        return self.table.kernel.rows(self.table, ids)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Embeddings [..., D]."""
-        rows = self.rows(ids)
-        return rows if self.scale is None else rows.mul_(self.scale)

@@ -15,9 +15,9 @@
 #include "amx.h"
 
 enum {
-    SLOTS = 4,       /* products of units that are under way; each has a tile and memory of its own */
-    UNITS_AHEAD = 2, /* units that are multiplied before the sums of one are needed */
-    FEWEST = 32,     /* rows: for fewer, vectors are as fast, and leave the processor its speed */
+    SLOTS = 4,       /* products of units in flight; each has a tile and memory of its own */
+    UNITS_AHEAD = 2, /* units multiplied before the sums of one are needed */
+    FEWEST = 32,     /* rows: with fewer, vectors are as fast and do not lower the clock */
 };
 
 /* 0 to 3: sums; 4, 5: x; 6, 7: weights */

@@ -1,4 +1,4 @@
-"""The weight of a linear in 8 or 4 bits, one form for all the layouts that checkpoints come in.
+"""8- and 4-bit weights of a linear, in one form for all checkpoint formats.
 
     weight[e, order[k]] = (q[e, k] - zero[e, k // group]) * scale[e, k // group]
 
@@ -14,7 +14,7 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT8_LARGEST = 448.0
 INT8_LARGEST = 127.0
 GROUP = 128
-"""Inputs that share a scale where weights are quantised here."""
+"""Inputs that share a scale, where weights are quantised here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,16 +22,16 @@ class QuantisedWeight:
     """A weight and its scales."""
 
     q_EK: Tensor
-    """float8_e4m3fn, or int8."""
+    """Stored numbers, float8_e4m3fn or int8."""
     scale_EG: Tensor
-    """float32."""
+    """Scales, float32."""
     bits: int
     group: int
     """Inputs that share a scale; the last group may have fewer."""
     zero_EG: Tensor | None = None
-    """int8, or None: nothing is taken away."""
+    """Zero points, int8; None means 0."""
     order_K: Tensor | None = None
-    """Which input each column belongs to, where groups are not made of neighbours (int64)."""
+    """The input of each column, where groups are not made of neighbours (int64)."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.q_EK.shape
@@ -41,11 +41,9 @@ class QuantisedWeight:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is fp8."""
         return self.q_EK.dtype == FLOAT8
 
     def to(self, device: torch.device) -> "QuantisedWeight":
-        """The same on another device."""
         return replace(
             self,
             q_EK=self.q_EK.to(device),
@@ -55,7 +53,7 @@ class QuantisedWeight:
         )
 
     def dequantised(self) -> Tensor:
-        """The weight [E, K], float32, inputs in their own order."""
+        """The weight [E, K], float32, inputs in their original order."""
         inputs = self.q_EK.shape[1]
         value_EK = self.q_EK.float()
         if self.zero_EG is not None:
@@ -71,7 +69,7 @@ def _per_input(of_EG: Tensor, group: int, inputs: int) -> Tensor:
 
 
 def quantise_float8(weight_EK: Tensor) -> QuantisedWeight:
-    """Round to fp8 with a scale per output: its largest weight becomes the largest number."""
+    """Round to fp8 with a scale per output, so that its largest weight becomes the largest fp8 number."""
     weight_EK = weight_EK.detach().float()
     scale_E1 = weight_EK.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FLOAT8_LARGEST
     q_EK = (weight_EK / scale_E1).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8)
@@ -87,10 +85,10 @@ def quantise_int8(weight_EK: Tensor) -> QuantisedWeight:
 
 
 def quantise_int4(weight_EK: Tensor, group: int = GROUP) -> QuantisedWeight:
-    """Round to the nearest of 16 levels between the least and the largest weight of a group; 0 is one of them.
+    """Round to the nearest of 16 levels between the smallest and the largest weight of a group; 0 is one of them.
 
-    Weights with a zero point, as AWQ has it: a symmetric range would leave a level unused. Inputs that do not fill the
-    last group count as 0.
+    Groups have a zero point, as in AWQ: a symmetric range would leave a level unused. The last group is padded with
+    zeros.
     """
     outputs, inputs = weight_EK.shape
     groups = -(-inputs // group)
@@ -98,7 +96,7 @@ def quantise_int4(weight_EK: Tensor, group: int = GROUP) -> QuantisedWeight:
     weight_EGK = padded.view(outputs, groups, group)
     least, largest = weight_EGK.amin(dim=2).clamp(max=0), weight_EGK.amax(dim=2).clamp(min=0)
     scale_EG = ((largest - least) / 15).clamp(min=1e-12)
-    # Scales are kept in 16 bits by what multiplies them: round before the weights are fitted to them.
+    # Kernels keep scales in 16 bits, so they are rounded before the weights are fitted to them.
     scale_EG = scale_EG.bfloat16().float()
     zero_EG = (-least / scale_EG).round().clamp(0, 15)
     q_EGK = ((weight_EGK / scale_EG[..., None]).round() + zero_EG[..., None]).clamp(0, 15)

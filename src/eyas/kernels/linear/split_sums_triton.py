@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Sums over programs that share outputs: a product with few of them is cut along its inputs, too, to fill a GPU.
+"""Sums over programs that share outputs: products with few outputs are split along their inputs, too, to fill a GPU.
 
-Every program writes its sums, and the one that comes last adds them all up, always in the same order: which one that is
-changes nothing. So the numbers are the same at every run, and no launch is needed behind the product.
+Every program writes its partial sums, and the last one to arrive adds them up, always in the same order. So results are
+reproducible, and no further launch is needed.
 
-Who comes last is counted in memory that is 0 before a launch and after it. Launches that share it must not overlap.
+Arrivals are counted in memory that is 0 before and after a launch. Launches that share it must not overlap.
 """
 
 import torch
@@ -15,17 +15,17 @@ from torch import Tensor
 
 @triton.jit
 def split_sums(acc, inside, partial, arrived, SPLITS: tl.constexpr):
-    """The sums of the programs along axis 2, and whether this one has them: it is the last.
+    """The sums of the programs along axis 2, and whether this program has them: only the last one does.
 
-    `acc` has two dimensions and is float32. Where it is not `inside`, nothing is read or written.
+    `acc` is two-dimensional float32. Where `inside` is false, nothing is read or written.
     """
     SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     at = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
     at = partial + tile.to(tl.int64) * (SPLITS * SIZE) + at
-    # Past the first cache: this is for others, and what others wrote is read.
+    # Bypass the L1 cache: other programs read this, and their sums are read.
     tl.store(at + tl.program_id(2) * SIZE, acc, mask=inside, cache_modifier=".cg")
-    tl.debug_barrier()  # all of the program's numbers, before it says that they are there
+    tl.debug_barrier()  # all threads' stores must precede the count
     last = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
     if last:
         acc = tl.zeros_like(acc)
@@ -36,7 +36,7 @@ def split_sums(acc, inside, partial, arrived, SPLITS: tl.constexpr):
 
 
 def split_memory(like: Tensor, arrived: Tensor | None, tiles: int, tile: int, splits: int) -> tuple[Tensor, Tensor]:
-    """What `split_sums` needs: memory for sums, and counts, which may be given; what is not needed is any memory."""
+    """Memory for `split_sums`: partial sums, and counters, which may be given."""
     if splits == 1:
         return like, like
     partial = like.new_empty(tiles * splits * tile, dtype=torch.float32)

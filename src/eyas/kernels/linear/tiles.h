@@ -39,7 +39,7 @@ static void set_rows(long rows) {
     shape_tiles(&shapes);
 }
 
-/* Some neighbouring inputs of a row, cut off at the upper 16 bits, then what was cut off, and what was cut off that. */
+/* Some neighbouring inputs of a row: the upper 16 bits, then those of the remainder, then those of its remainder. */
 static inline void split_vector(vector x, uint16_t *part) {
     for (int p = 0; p < PARTS; p++) {
         const bits top = (bits)x & 0xffff0000u;
@@ -118,10 +118,10 @@ static void tiled_panels(const void *of, long first, long end) {
     _tile_release();
 }
 
-/* As packed_linear, for halved panels; 0 where there is no memory to split x into, and nothing is done. */
+/* packed_linear for halved panels; returns 0, with nothing done, if there is no memory to split x into. */
 static int tiled_linear(const float *x, long M, long K, const char *panels, const float *bias, long N, float *y,
                         int threads) {
-    static _Thread_local uint16_t *memory; /* one for whoever calls: to take it anew costs more than a small product */
+    static _Thread_local uint16_t *memory; /* one per caller: to allocate it anew costs more than a small product */
     static _Thread_local size_t size;
     const long steps = (K + STEP - 1) / STEP, group = steps * PARTS * TILE * (long)sizeof(uint16_t);
     const long most = TILE_ROWS * (SPLIT_BYTES > group ? SPLIT_BYTES / group : 1);

@@ -1,21 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Products of 16-bit rows with 4-bit weights on a GPU.
 
-    w4a16_decode       weights become 16-bit numbers in registers, on their way to the product
-    w4a16_dequantise   the weights alone, for a general product of many rows
+    w4a16_decode       unpacks weights to 16 bits in registers while multiplying
+    w4a16_dequantise   dequantises the weights alone, for a general product of many rows
 
 Invariant of the product: **a row's result does not depend on the rows beside it, nor on how many there are**. Tiles
 differ in how many rows they have, never in the order of sums: how inputs are split depends on the weight alone.
 
-Weights are packed so that unpacking moves nothing and makes two at a time. Inputs are cut into blocks of 4 planes;
-word w of a block (16 bits) has in its four bits j the input j * PLANE + w of it. So the same bits of two neighbouring
-words, which share a register, are neighbouring inputs: a shift, and a mask with an exponent, make 128 + q of them
-(1024 + q in float16), and one more takes away the zero point with as much on top. That is what inline assembly is for
-here: from plain Triton, every weight is unpacked on its own. Weights less their zero points are exact; sums over a
-plane are scaled.
+Weights are packed so that unpacking moves nothing and yields two at a time. Inputs are cut into blocks of 4 planes;
+bits 4j to 4j + 3 of word w of a block (16 bits) hold its input j * PLANE + w. So the same bits of two neighbouring
+words, which share a register, are neighbouring inputs: a shift, and a mask with an exponent, turn them into 128 + q
+(1024 + q in float16), and one more operation subtracts the zero point, which has the same offset. That takes inline
+assembly: plain Triton unpacks every weight separately. Weights less their zero points are exact; sums over a plane are
+scaled.
 
-A group's scale and zero point are one word of 32 bits [G, E]: the scale below, in a type of 16 bits of its own, and
--(zero + 128) above, in that of rows. A plane lies in one group.
+A group's scale and zero point are one word of 32 bits [G, E]: below the scale, in a 16-bit dtype of its own, and above
+-(zero + 128), in the dtype of rows. A plane lies within one group.
 
 Shapes: N rows, K inputs, E outputs, G groups of inputs, W words of four weights.
 """
@@ -27,17 +27,17 @@ from torch import Tensor
 
 from eyas.kernels.dependent_launch_triton import MOST_EARLY, begin_dependent, dependent_launch
 from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
+from eyas.kernels.linear.planes import PLANES
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
-from eyas.kernels.linear.w4a16_linear import PLANES
 
 FEWEST_PROGRAMS = 256
 DEQUANTISED_OUTPUTS = 32
-"""Of one program: with one each, the launch of programs would take longer than they do."""
+"""Per program: with one each, launching programs would take longer than running them."""
 
 
 @triton.jit
 def _unpacked(words, word, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The four bits J of every word less the zero point of `word`, which belongs to its group: exact."""
+    """Bits J of every word less the zero point of `word`, its group's scale word: exact."""
     origin = (word >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     if ASM is not None:
         value = tl.inline_asm_elementwise(ASM[J], "=r,r,r", [words, origin], dtype=origin.dtype, is_pure=True, pack=2)
@@ -49,7 +49,7 @@ def _unpacked(words, word, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constex
 
 @triton.jit
 def _scale_of(word, BFLOAT16: tl.constexpr):
-    """A group's scale, float32."""
+    """Unpack a group's scale, float32."""
     low = (word & 0xFFFF).to(tl.uint16)
     return low.to(tl.bfloat16 if BFLOAT16 else tl.float16, bitcast=True).to(tl.float32)
 
@@ -81,7 +81,7 @@ def _w4a16_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some outputs of some rows, over one of SPLITS parts of the blocks."""
+    """Multiply a tile of rows and outputs, over one of SPLITS parts of the blocks."""
     begin_dependent(DEPENDENT, EARLY)
     DTYPE: tl.constexpr = x.dtype.element_ty
     PART: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
@@ -115,7 +115,7 @@ def _w4a16_kernel(
 
 @triton.jit
 def _w4a16_store(acc, n, e, out, bias, output, rows, OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Sums [e, n] to where they belong, with the bias."""
+    """Store sums [e, n], with the bias."""
     if HAS_BIAS:
         acc += tl.load(bias + out).to(tl.float32)[:, None]
     at = n[None, :].to(tl.int64) * OUTPUTS + e[:, None]
@@ -139,7 +139,7 @@ def _w4a16_dequantise_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One block of some outputs' weights."""
+    """Dequantise one block of some outputs."""
     begin_dependent(DEPENDENT, EARLY)
     DTYPE: tl.constexpr = output.dtype.element_ty
     e, block = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.program_id(1)
@@ -157,7 +157,7 @@ def _w4a16_dequantise_kernel(
 
 
 def w4a16_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
-    """How to cut a product; only the tile's rows depend on rows, and they change no number.
+    """The tiling of a product; only the tile's rows depend on the number of rows, and they change no result.
 
     With fewer outputs, or more warps, Triton loads a group's scales many times over.
     """
@@ -179,7 +179,7 @@ def w4a16_decode(
     arrived: Tensor | None = None,
     tiling: DecodeTiling | None = None,
 ) -> Tensor:
-    """The product of 16-bit rows with packed weights; `arrived` is memory for `split_sums`."""
+    """Multiply 16-bit rows by packed weights; `arrived` is memory for `split_sums`."""
     (rows, size), outputs = x_NK.shape, len(words_EW)
     assert x_NK.stride(1) == scales_GE.stride(1) == 1
     assert x_NK.dtype in (torch.bfloat16, torch.float16)
@@ -206,13 +206,13 @@ def w4a16_decode(
             HAS_BIAS=bias_E is not None,
             ASM=_assembly(x_NK),
             num_warps=tiling.warps,
-            **dependent_launch(x_NK.device, early=rows <= MOST_EARLY),  # a small kernel is behind it
+            **dependent_launch(x_NK.device, early=rows <= MOST_EARLY),  # a small kernel follows
         )
     return out_NE
 
 
 def _assembly(x_NK: Tensor) -> tuple[str, ...] | None:
-    """How two weights are unpacked, for each of a word's four; None where that is left to Triton."""
+    """Assembly that unpacks two weights, for each of a word's four; None leaves that to Triton."""
     if x_NK.device.type != "cuda" or torch.version.cuda is None:
         return None
     kind, exponent, one = ("bf16x2", 0x4300, 0x3F80) if x_NK.dtype == torch.bfloat16 else ("f16x2", 0x6400, 0x3C00)
@@ -221,7 +221,7 @@ def _assembly(x_NK: Tensor) -> tuple[str, ...] | None:
         "{ .reg .b32 q, one;"
         f" shr.u32 q, $1, {4 * j};"
         f" lop3.b32 q, q, {15 * twice:#x}, {exponent * twice:#x}, 0xea;"  # (q & 15) | exponent
-        f" mov.b32 one, {one * twice:#x}; fma.rn.{kind} $0, q, one, $2; }}"  # an addition, which is newer in bfloat16
+        f" mov.b32 one, {one * twice:#x}; fma.rn.{kind} $0, q, one, $2; }}"  # an addition
         for j in range(PLANES)
     )
 
@@ -235,7 +235,7 @@ def w4a16_dequantise(
     inputs: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The weights [E, K] of the type of rows."""
+    """Dequantise the weights [E, K] to the dtype of rows."""
     weight_EK = torch.empty(len(words_EW), inputs, dtype=dtype, device=words_EW.device)
     blocks = words_EW.shape[1] // plane
     assert scales_GE.stride(1) == 1

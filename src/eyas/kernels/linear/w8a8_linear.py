@@ -1,37 +1,39 @@
-"""Linears with weights of 8 bits that round what they read to 8 bits, too: fp8, or int8.
+"""8-bit weights times rows that are rounded to 8 bits: fp8, or int8.
 
     y[n, e] = sum_g scale[e, g] * (q(x)[n, g] . q(w)[e, g]) * scale(x)[n] + bias[e]
 
-Every row is rounded by its own scale, its largest number over the largest of the type. So a row's numbers do not depend
-on the rows beside it, as they would with one scale for all.
+Every row is rounded with its own scale: its largest number over the largest of the type. So a row's result does not
+depend on the rows beside it, as it would with one scale for all rows.
 
-On a GPU there are two kernels, chosen by what a pass is for and never by how many rows it has. Decoding and
-verification take `w8a8_decode`, whose invariant is that of `w8a8_triton.py`. Prompts take `torch._scaled_mm` with
-a scale of 1, and the scales behind it. Elsewhere it is computed by torch: for tests.
+On a GPU decoding and verification run `w8a8_decode` (`w8a8_triton.py`), and prompts run `torch._scaled_mm` with a scale
+of 1 and apply the scales afterwards. Elsewhere torch computes it: for tests.
 
 Shapes: N rows, K inputs, E outputs, G groups of inputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from eyas.kernels.linear.decode_tiling import decode_counts
 from eyas.kernels.linear.quantised_weight import FLOAT8, FLOAT8_LARGEST, INT8_LARGEST, QuantisedWeight
+from eyas.kernels.linear.served_linear import GpuLinear
 
 BLOCK_K = 128
 """Inputs are padded to a multiple of it, and groups are multiples of it."""
 
 
-class W8A8Linear(nn.Module):
-    """A linear layer for inference."""
+class W8A8Linear(GpuLinear):
+    """A linear layer of 8-bit weights and 8-bit rows."""
 
+    rounds_inputs = True
     rounds_rows: ClassVar[bool] = True
-    """Of all of them; not within `rows_kept`."""
+    """Whether rows are rounded to 8 bits: not within `rows_kept`."""
+    outputs_axis: ClassVar[dict[str, int]] = {"weight_EK": 0, "scale_EG": 0, "bias": 0}
 
     def __init__(
         self,
@@ -45,21 +47,19 @@ class W8A8Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.group, self.dtype = in_features, len(weight_EK), group, dtype
-        # No buffers: nothing may cast or move them.
+        # Not buffers: nothing may cast or move them.
         self.weight_EK, self.scale_EG, self.bias = weight_EK, scale_EG, bias_E
         self.arrived = decode_counts(weight_EK)
         self._one = torch.ones((), dtype=torch.float32, device=weight_EK.device)
 
     @staticmethod
     def takes(weight: QuantisedWeight) -> bool:
-        """Whether a weight can be multiplied so."""
         whole = weight.scale_EG.shape[1] == 1
         plain = weight.bits == 8 and weight.zero_EG is None and weight.order_K is None
         return plain and (whole or weight.group % BLOCK_K == 0)
 
     @classmethod
     def of(cls, weight: QuantisedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> "W8A8Linear":
-        """On the device of the weight; `dtype` is of what goes in and comes out."""
         assert cls.takes(weight)
         inputs = weight.q_EK.shape[1]
         padded = -(-inputs // BLOCK_K) * BLOCK_K
@@ -71,29 +71,21 @@ class W8A8Linear(nn.Module):
         scale_EG = weight.scale_EG.contiguous()
         return cls(q_EK.contiguous(), scale_EG, bias_E, in_features=inputs, group=group, dtype=dtype)
 
+    def joins(self, other: "W8A8Linear") -> bool:
+        return self._kind() == other._kind()
+
+    def _kind(self) -> tuple[object, ...]:
+        return self.in_features, self.group, self.dtype, self.weight_EK.dtype, self.bias is None
+
     def packed(self) -> list[Tensor]:
-        """What its weights take memory for."""
         return [self.weight_EK, self.scale_EG]
 
     @property
-    def nbytes(self) -> int:
-        """In memory."""
-        return sum(x.nbytes for x in self.packed())
-
-    @property
     def weight(self) -> Tensor:
-        """The weight as nn.Linear keeps it, [E, K], dequantised: a copy made on each call."""
         scale_EK = self.scale_EG.repeat_interleave(self.group, dim=1)[:, : self.in_features]
         return (self.weight_EK[:, : self.in_features].float() * scale_EK).to(self.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The outputs of rows [..., K], [..., E]."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("a quantised linear has no gradient; load the target with quantization none")
-        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-
     def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
-        """The outputs [N, E] of rows; `decoding` chooses the kernel."""
         if out_NE is None:
             out_NE = x_NK.new_empty(len(x_NK), self.out_features)
         if not self.rounds_rows:
@@ -110,7 +102,7 @@ class W8A8Linear(nn.Module):
         return scale_outputs(product_NE, scale_N, self.scale_EG, self.bias, out_NE)
 
     def decode_rows(self, q_NK: Tensor, scale_N: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """As `product` while decoding, on a GPU, of rows that are in 8 bits already (`rows_for`)."""
+        """`product` while decoding on a GPU, of rows that are rounded to 8 bits already (`rows_for`)."""
         from eyas.kernels.linear.w8a8_triton import w8a8_decode
 
         if out_NE is None:
@@ -120,11 +112,11 @@ class W8A8Linear(nn.Module):
 
     @property
     def _has_general_product(self) -> bool:
-        """Whether torch has a product for many rows."""
+        """Whether torch has a kernel for many rows."""
         return self.weight_EK.dtype == FLOAT8 and self.scale_EG.shape[1] == 1 and self.out_features % 16 == 0
 
     def _by_torch(self, x_NK: Tensor) -> Tensor:
-        """As the kernels compute it; sums are in float64, where they are exact: no row depends on the others."""
+        """What the kernels compute, summed exactly in float64, so that no row depends on the others."""
         is_float = self.weight_EK.dtype == FLOAT8
         largest = FLOAT8_LARGEST if is_float else INT8_LARGEST
         x_NK = functional.pad(x_NK.float(), (0, self.weight_EK.shape[1] - self.in_features))
@@ -144,51 +136,12 @@ class W8A8Linear(nn.Module):
         y_NE = y_NE * (most_N1 / largest)
         return y_NE if self.bias is None else y_NE + self.bias.float()
 
-    def extra_repr(self) -> str:
-        """As nn.Linear prints itself."""
-        kind = str(self.weight_EK.dtype).removeprefix("torch.")
-        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, groups of {self.group}"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """A saved model holds the names and shapes of nn.Linear."""
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
-
 
 @contextmanager
 def rows_kept() -> Iterator[None]:
-    """Multiply rows as they are for a while: two computations of the same then differ by what 16 bits round, not 8."""
+    """Multiply unrounded rows for a while: two computations then differ by the rounding of 16 bits, not of 8."""
     W8A8Linear.rounds_rows = False
     try:
         yield
     finally:
         W8A8Linear.rounds_rows = True
-
-
-def joined_w8a8(linears: Sequence[W8A8Linear]) -> W8A8Linear | None:
-    """One layer with the outputs of all, in order, whose parts become views of it; None if they are not alike."""
-    first = linears[0]
-    if len(linears) == 1:
-        return first
-    if any(_kind(x) != _kind(first) for x in linears):
-        return None
-    whole = W8A8Linear(
-        torch.cat([x.weight_EK for x in linears]),
-        torch.cat([x.scale_EG for x in linears]),
-        None if first.bias is None else torch.cat([x.bias for x in linears if x.bias is not None]),
-        in_features=first.in_features,
-        group=first.group,
-        dtype=first.dtype,
-    )
-    begin = 0
-    for part in linears:
-        rows = slice(begin, begin + part.out_features)
-        part.weight_EK, part.scale_EG = whole.weight_EK[rows], whole.scale_EG[rows]
-        part.bias = None if whole.bias is None else whole.bias[rows]
-        begin += part.out_features
-    return whole
-
-
-def _kind(linear: W8A8Linear) -> tuple[object, ...]:
-    return linear.in_features, linear.group, linear.dtype, linear.weight_EK.dtype, linear.bias is None

@@ -1,21 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products with weights of 8 bits on a GPU.
+"""Products with 8-bit weights on a GPU.
 
-    quantise_rows      rows to fp8 or int8, each by its own scale
-    gate_quantise      the same of what gates let through
-    w8a8_decode        their product with weights of the same type
-    scale_outputs      row and output scales behind a product that knows none (`torch._scaled_mm`)
+    quantise_rows      rounds rows to fp8 or int8, each with its own scale
+    gate_quantise      likewise for activation(gate) * up
+    w8a8_decode        multiplies them by weights of the same type
+    scale_outputs      applies row and output scales after a product without scales (`torch._scaled_mm`)
 
 Invariant of the product: **a row's result does not depend on the rows beside it, nor on how many there are**. Tiles
 differ in how many rows they have, never in the order of sums: how inputs are split depends on the weight alone.
 
-A tile has 64 outputs and four warps. That is the least that Hopper's instruction for 8-bit numbers takes: it reads them
-from shared memory, and no register sees a weight. Smaller tiles would be converted to 16 bits, number by number. The
-instruction keeps fewer bits of fp8 sums than float32 has, some 13 of the largest: next to what rows lose that are
-rounded to 8 bits that is nothing, and to add sums up in float32 every few inputs takes an eighth longer. Other GPUs
-have other instructions, one for all tiles.
+A tile has 64 outputs and four warps: the least for Hopper's 8-bit instruction, which reads weights from shared memory
+without registers. Smaller tiles would be converted to 16 bits, number by number. The instruction accumulates fp8 with
+fewer bits than float32, some 13 of the largest: next to the rounding of rows to 8 bits that is nothing, and adding up
+in float32 every few inputs takes an eighth longer. Other GPUs have other instructions, one for all tiles.
 
-Rows beyond the last are zeros, outputs beyond the last are the last once more; inputs are padded in memory.
+Rows beyond the last are zeros, outputs beyond the last repeat it; inputs are padded in memory.
 
 Shapes: N rows, K inputs, E outputs, G groups of inputs.
 """
@@ -35,15 +34,15 @@ from eyas.kernels.linear.quantised_weight import FLOAT8, FLOAT8_LARGEST, INT8_LA
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 
 BLOCK_K = 128
-"""Inputs of one step of an 8-bit product; weights are padded to a multiple of it."""
+"""Inputs per step of an 8-bit product; weights are padded to a multiple of it."""
 FEWEST_PROGRAMS = 96
 MOST_IN_REGISTERS = 16384
-"""Numbers of a row that a program keeps."""
+"""Numbers of a row that a program keeps in registers."""
 
 
 @triton.jit
 def rounded(value, most, LARGEST: tl.constexpr, INT: tl.constexpr):
-    """Numbers of a row whose largest is `most`, as they are in 8 bits; the scale is `most` / LARGEST."""
+    """Round numbers of a row whose largest is `most` to 8 bits; the scale is `most` / LARGEST."""
     value = tl.minimum(tl.maximum(value.to(tl.float32) * (LARGEST / most), -LARGEST), LARGEST)
     if INT:
         value = tl.floor(value + 0.5)
@@ -66,7 +65,7 @@ def _quantise_rows_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row: its largest number becomes LARGEST. With GATES, of what its first half lets through of the second.
+    """Round one row: its largest number becomes LARGEST. With GATES, of activation(gate) * up.
 
     What does not fit in a block is read, or computed, twice instead of kept.
     """
@@ -89,7 +88,7 @@ def _quantise_rows_kernel(
 
 @triton.jit
 def _row_part(x, k, SIZE: tl.constexpr, GATES: tl.constexpr, GELU: tl.constexpr):
-    """Some numbers of a row, float32, zeros behind its end."""
+    """Load part of a row, float32, zero-padded."""
     value = tl.load(x + k, mask=k < SIZE, other=0.0)
     if GATES:
         value = gated(value, tl.load(x + SIZE + k, mask=k < SIZE, other=0.0), GELU)
@@ -121,9 +120,9 @@ def _w8a8_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some outputs of some rows, over one of SPLITS parts of the inputs.
+    """Multiply a tile of rows and outputs, over one of SPLITS parts of the inputs.
 
-    With one group its scale comes last; with several, behind each step.
+    With one group the scale is applied at the end; with several, after each step.
     """
     begin_dependent(DEPENDENT, EARLY)
     TYPE: tl.constexpr = tl.int32 if INT else tl.float32
@@ -174,7 +173,7 @@ def _w8a8_store(
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Sums [e, n] to where they belong, scaled and with the bias."""
+    """Store sums [e, n], scaled and with the bias."""
     if GROUPS == 1:
         total *= tl.load(scale + out)[:, None]
     total *= tl.load(row_scale + n, mask=n < rows, other=0.0)[None, :]
@@ -197,7 +196,7 @@ def _scale_outputs_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some outputs of a row."""
+    """Scale some outputs of a row."""
     begin_dependent(DEPENDENT, EARLY)
     n = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -210,9 +209,9 @@ def _scale_outputs_kernel(
 
 
 def w8a8_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
-    """How to cut a product; only the tile's rows depend on rows, and they change no number.
+    """The tiling of a product; only the tile's rows depend on the number of rows, and they change no result.
 
-    A program that has a processor to itself keeps as many weights under way as two or three others do that share one.
+    A program alone on a multiprocessor keeps as many weights loading as two or three do that share one.
     """
     tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
     splits = splits_for(outputs, inputs, FEWEST_PROGRAMS)
@@ -221,24 +220,24 @@ def w8a8_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
 
 
 def largest_of(dtype: torch.dtype) -> dict[str, Any]:
-    """What kernels that round rows to a type are told about it."""
+    """The largest number of a dtype, for kernels that round rows to it."""
     return {"LARGEST": FLOAT8_LARGEST if dtype == FLOAT8 else INT8_LARGEST, "INT": dtype != FLOAT8}
 
 
 def rows_for(rows: int, weight_EK: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for rows [N, K] that are to be multiplied by a weight, and for their scales [N]."""
+    """Memory for rounded rows [N, K] for a weight, and for their scales [N]."""
     q_NK = torch.empty(rows, weight_EK.shape[1], dtype=weight_EK.dtype, device=weight_EK.device)
     return q_NK, torch.empty(rows, dtype=torch.float32, device=weight_EK.device)
 
 
 def gate_quantise(gate_up_NG: Tensor, activation: Activation, q_NK: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor]:
-    """What the first half of every row lets through of the second, in 8 bits, zeros behind its end."""
+    """Round activation(gate) * up of every row to 8 bits, zero-padded."""
     _launch_rows(gate_up_NG, activation, q_NK, scale_N)
     return q_NK, scale_N
 
 
 def quantise_rows(x_NK: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Tensor]:
-    """Rows as fp8 or int8 [N, padded], zeros behind their end, and their scales [N]."""
+    """Round rows to fp8 or int8 [N, padded], zero-padded; with their scales [N]."""
     q_NK = torch.empty(len(x_NK), padded, dtype=dtype, device=x_NK.device)
     scale_N = torch.empty(len(x_NK), dtype=torch.float32, device=x_NK.device)
     _launch_rows(x_NK, None, q_NK, scale_N)
@@ -246,7 +245,7 @@ def quantise_rows(x_NK: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor
 
 
 def _launch_rows(x_NK: Tensor, activation: Activation | None, q_NK: Tensor, scale_N: Tensor) -> None:
-    """Round rows, or what their gates let through."""
+    """Round rows, or activation(gate) * up."""
     (rows, size), padded = x_NK.shape, q_NK.shape[1]
     assert x_NK.stride(1) == 1
     assert q_NK.is_contiguous()
@@ -259,7 +258,7 @@ def _launch_rows(x_NK: Tensor, activation: Activation | None, q_NK: Tensor, scal
             BLOCK=block,
             GATES=activation is not None,
             GELU=activation is Activation.GELU_TANH,
-            num_warps=max(4, min(32, block // 512)),  # one row is one program: what is slow is a thread with much to do
+            num_warps=max(4, min(32, block // 512)),  # one program per row is limited by the work of a thread
             **largest_of(q_NK.dtype),
             **dependent_launch(x_NK.device, early=rows <= MOST_EARLY),
         )
@@ -277,7 +276,7 @@ def w8a8_decode(
     arrived: Tensor | None = None,
     tiling: DecodeTiling | None = None,
 ) -> Tensor:
-    """The product of rows as `quantise_rows` gives them; a group is all inputs or a multiple of BLOCK_K.
+    """Multiply rows from `quantise_rows`; a group is all inputs or a multiple of BLOCK_K.
 
     `arrived` is memory for `split_sums`.
     """
@@ -304,7 +303,7 @@ def w8a8_decode(
             INT=q_NK.dtype == torch.int8,
             HAS_BIAS=bias_E is not None,
             num_warps=tiling.warps,
-            **dependent_launch(q_NK.device, early=rows <= MOST_EARLY),  # a small kernel is behind it
+            **dependent_launch(q_NK.device, early=rows <= MOST_EARLY),  # a small kernel follows
         )
     return out_NE
 
@@ -312,7 +311,7 @@ def w8a8_decode(
 def scale_outputs(
     product_NE: Tensor, scale_N: Tensor, scale_E1: Tensor, bias_E: Tensor | None, out_NE: Tensor
 ) -> Tensor:
-    """A product times the scales of rows and outputs."""
+    """Scale a product by row and output scales."""
     rows, outputs = product_NE.shape
     assert all(x.is_contiguous() for x in (product_NE, scale_E1, out_NE))
     block = min(1024, triton.next_power_of_2(outputs))

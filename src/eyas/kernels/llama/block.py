@@ -1,22 +1,21 @@
-"""The decoder block in as few torch operations as it takes, over the weights of a loaded model.
+"""The Llama decoder block in as few torch operations as possible, over the weights of a loaded model.
 
     x += norm(output(attention(rotate(norm(q), norm(k)), v)))      q, k, v of norm(x)
     x += norm(down(activation(gate) * up))                         gate, up of norm(x)
 
-Llama, Mistral, Qwen, Phi-3 and Gemma are this block. They differ in which of the norms they have, in biases, in what
-opens a gate, and in window, rotation and scale of each layer's attention; `DecoderLayer` says what there is. Some
-layers of some models have experts instead of the second line's products (`experts.py`).
+Llama, Mistral, Qwen, Phi-3 and Gemma are this block. They differ in which of the norms they have, in biases, in the
+activation, and in window, rotation and scale of each layer's attention; see `DecoderLayer`. Some layers of some models
+have experts instead of the second line's products (`experts.py`).
 
-Where a pass is short, running a model's own code costs more than its matrix products. So linears that read the same
-input are one product here, queries and keys are rotated together, and the memory that a layer's results go to is
-the same for all layers and cut into its parts once per pass.
+In a short pass a model's own Python code costs more than its matrix products. So linears that read the same input are
+one product here, queries and keys are rotated together, and all layers write their results to the same memory, which
+is cut into its parts once per pass.
 
 Invariant: every number is rounded where transformers rounds it, up to the order of sums and, in float32, of factors.
-Which models are this block is for `recognise.py` to tell, and that they are for `trial.py`.
+`recognise.py` decides which models are this block, and `trial.py` proves it.
 
-Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
-heads, B = H + G both, K head dim, R numbers of a head that are rotated, T rotations, E outputs of a product, X
-concatenated auxiliary states.
+Shapes: N tokens of a pass, M requested logits, V vocabulary, D hidden size, I intermediate size, H query heads, G key
+heads, B = H + G both, K head dim, R rotary dim, T rotations, E outputs of a product, X concatenated auxiliary states.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,62 +26,53 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.elementwise import Activation, FusedNorm, elementwise_for
-from eyas.kernels.linear.packed_linear import PackedLinear, joined
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, joined_quantised
-from eyas.kernels.linear.w4a16_linear import W4A16Linear, joined_w4a16
-from eyas.kernels.linear.w8a8_linear import W8A8Linear, joined_w8a8
-from eyas.kernels.llama.cpu import CompiledLinear, Ends, Layers, LlamaSizes, PackedProducts, Parts, load_layers
+from eyas.kernels.linear.embedding_table import EmbeddingTable, look_up
+from eyas.kernels.linear.served_linear import CompiledLinear, GpuLinear, ServedLinear
+from eyas.kernels.llama.cpu import Ends, Layers, LlamaSizes, PackedProducts, Parts, load_layers
 from eyas.kernels.llama.experts import Experts, Routes
 from eyas.kernels.llama.rotary_table import RotaryWindow
 
 ALONE = 16
-"""Tokens of a request in a pass of its own, up to which their rotations are worked out ahead."""
+"""A request alone in a pass of up to this many tokens uses rotations computed ahead."""
 
 KVLayers = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values [G, C, K] of every layer, to be read and written."""
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""What a linear makes of rows; written to the second argument, if there is one."""
+"""Multiplies rows; the result is written to the second argument, if it is given."""
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
-"""Cosines and sines [1, N, R] like a tensor, of `position_ids` [1, N]: a model's own module."""
+"""Cosines and sines [1, N, R] of `position_ids` [1, N], in a tensor's dtype: a model's own module."""
 
 
 @dataclass(frozen=True, eq=False)
 class StaticRotary:
-    """A model's own module for one of its rotations, whose angles are position times frequency wherever it is."""
+    """A model's own rotary module, if its angles are position times frequency at every length."""
 
     module: Rotary
     frequency_F: Tensor
-    """Radians from one position to the next: float32 [R / 2]."""
+    """Radians per position: float32 [R / 2]."""
     scale: float
-    """What cosines and sines are multiplied by."""
+    """Cosines and sines are multiplied by it."""
 
     def __call__(self, like: Tensor, *, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Rotary`."""
         return self.module(like, position_ids=position_ids)
 
 
 def join(linears: Sequence[Any]) -> Product | None:
-    """One product for linears that read the same input; their outputs lie side by side, in their order.
+    """Join linears that read the same input into one product; their outputs are adjacent, in order.
 
-    The joined weight takes the place of its parts, which become views of it: the modules go on working, and no
-    memory is taken. None for linears of several kinds, of none that is known here, or not alike.
+    The joined weight replaces its parts, which become views of it: the modules keep working, and no memory is taken.
+    None for linears of several or unknown kinds, or that differ otherwise.
     """
-    if all(type(linear) is PackedLinear for linear in linears):
-        packed = joined(linears)
-        return None if packed is None else PackedProduct(packed)
-    if all(type(linear) is QuantisedLinear for linear in linears):
-        return PackedProduct(joined_quantised(linears))
-    if all(type(linear) is W8A8Linear for linear in linears):
-        return _phased(joined_w8a8(linears))
-    if all(type(linear) is W4A16Linear for linear in linears):
-        return _phased(joined_w4a16(linears))
+    kind = type(linears[0])
+    if issubclass(kind, ServedLinear) and all(type(linear) is kind for linear in linears):
+        joined = kind.join(linears)
+        return None if joined is None else ServedProduct(joined)
     if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
         return None
     bias_E = None if linears[0].bias is None else merge([linear.bias for linear in linears])
@@ -90,7 +80,7 @@ def join(linears: Sequence[Any]) -> Product | None:
 
 
 class NotLlamaError(Exception):
-    """A model is not this block; says why."""
+    """A model is not this block; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,49 +91,43 @@ class PlainProduct:
     bias_E: Tensor | None
 
     def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """As `Product`."""
         if self.bias_E is None:
             return torch.mm(x_ND, self.weight_DE, out=out_NE)
         return torch.addmm(self.bias_E, x_ND, self.weight_DE, out=out_NE)
 
     @property
     def weight_ED(self) -> Tensor:
-        """As the linear has it."""
         return self.weight_DE.t()
 
 
 @dataclass(frozen=True, eq=False)
-class PackedProduct:
-    """The product of packed or quantised linears."""
+class ServedProduct:
+    """The product of a linear layer with packed weights."""
 
-    packed: CompiledLinear
-
-    def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """As `Product`."""
-        return self.packed.product(x_ND, out_NE)
-
-
-@dataclass(frozen=True, eq=False)
-class PhasedProduct:
-    """The product of linears whose weights have 8 or 4 bits on a GPU: one kernel for prompts, one for decoding."""
-
-    linear: W8A8Linear | W4A16Linear
+    linear: ServedLinear
 
     def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """As `Product`, of prompts."""
         return self.linear.product(x_ND, out_NE)
 
     def decode(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """The same of tokens that are decoded or verified: a row's result is the same whatever is beside it."""
+        """Multiply tokens that are decoded or verified: a row's result does not depend on the rows beside it."""
         return self.linear.product(x_ND, out_NE, decoding=True)
 
 
-def _phased(linear: W8A8Linear | W4A16Linear | None) -> PhasedProduct | None:
-    return None if linear is None else PhasedProduct(linear)
+def compiled_linear(product: Product) -> CompiledLinear | None:
+    """The layer of a product that compiled code runs on a CPU; None for other products."""
+    linear = product.linear if isinstance(product, ServedProduct) else None
+    return linear if isinstance(linear, CompiledLinear) else None
+
+
+def gpu_linear(product: Product) -> GpuLinear | None:
+    """The layer of a product that has a separate decoding kernel on a GPU; None for other products."""
+    linear = product.linear if isinstance(product, ServedProduct) else None
+    return linear if isinstance(linear, GpuLinear) else None
 
 
 def merge(parts: Sequence[Tensor]) -> Tensor:
-    """The parts as one tensor whose views they are from now on; nothing is moved if they are already."""
+    """Concatenate the parts and make them views of the result; nothing moves if they are already adjacent."""
     first, ends = parts[0], list(accumulate((len(part) for part in parts), initial=0))
     if len(parts) == 1:
         return first.detach()
@@ -158,7 +142,7 @@ def merge(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GatedMlp:
-    """The feed-forward that all tokens go through."""
+    """The feed-forward of a dense layer."""
 
     gate_up: Product
     activation: Activation
@@ -172,32 +156,32 @@ class DecoderLayer:
     attention_norm: FusedNorm
     qkv: Product
     qk_norm: FusedNorm | None
-    """Of every query and key head, with a weight for each."""
+    """Norms of query and key heads, with a weight per head."""
     rotation: int
-    """Which of the model's rotations."""
+    """The index of the layer's rotation in the model."""
     scale: float
     softcap: float | None
     window: int | None
     sink_logit_H: Tensor | None
-    """A score of every head that has no key; float32, so that all attention reads it as it is."""
+    """Attention sink logits per head, float32."""
     output: Product
     attention_output_norm: FusedNorm | None
-    """Of what attention adds to the state."""
+    """For the attention output, before it is added to the state."""
     mlp_norm: FusedNorm
     mlp: GatedMlp | Experts
     mlp_output_norm: FusedNorm | None
-    """Of what the gates add."""
+    """For the feed-forward output, before it is added to the state."""
 
 
 def packed_products(qkv: Product, output: Product, gate_up: Product, down: Product) -> PackedProducts | None:
-    """The products of a layer as compiled code runs them; None if one is not packed."""
-    products = (qkv, output, gate_up, down)
-    packed = [product.packed for product in products if isinstance(product, PackedProduct)]
-    return PackedProducts(*packed) if len(packed) == len(products) else None
+    """The products of a layer for compiled code; None if one is not a compiled linear."""
+    linears = [compiled_linear(product) for product in (qkv, output, gate_up, down)]
+    packed = [linear for linear in linears if linear is not None]
+    return PackedProducts(*packed) if len(packed) == len(linears) else None
 
 
 def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes, ends: Ends | None = None) -> Layers | None:
-    """The blocks as compiled code runs them, with what stands around them; None where a step is not compiled."""
+    """The blocks as one call of compiled code, with embedding and head if given; None if a step is not compiled."""
     compiled = load_layers()
     parts = []
     for block in blocks:
@@ -213,16 +197,16 @@ def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes, ends: Ends | 
     return None if compiled is None else Layers(parts, sizes, compiled, ends=ends)
 
 
-def ends_in_one_call(embedding_VD: Tensor | QuantisedEmbedding, norm: FusedNorm, head: Product) -> Ends | None:
-    """What stands around the blocks as compiled code runs it; None where a step is not compiled."""
-    plain = [norm.weight, *([] if isinstance(embedding_VD, QuantisedEmbedding) else [embedding_VD])]
-    if not isinstance(head, PackedProduct) or any(elementwise_for(x) is None or not x.is_contiguous() for x in plain):
+def ends_in_one_call(embedding_VD: EmbeddingTable, norm: FusedNorm, head: Product) -> Ends | None:
+    """Embedding, last norm and head for compiled code; None if one of them is not compiled."""
+    plain, linear = [x for x in (norm.weight, embedding_VD) if isinstance(x, Tensor)], compiled_linear(head)
+    if linear is None or any(elementwise_for(x) is None or not x.is_contiguous() for x in plain):
         return None
-    return Ends(embedding_VD=embedding_VD, norm=norm, head=head.packed)
+    return Ends(embedding_VD=embedding_VD, norm=norm, head=linear)
 
 
 class Rotation:
-    """Turns the halves a, b of the first R numbers of every query and key: a cos - b sin, b cos + a sin."""
+    """Rotates halves a, b of the first R numbers of every query and key: a cos - b sin, b cos + a sin."""
 
     def __init__(self, qk_NBK: Tensor, turned_NBK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> None:
         self._compiled, self._cos_NR, self._sin_NR = elementwise_for(qk_NBK), cos_NR, sin_NR
@@ -238,7 +222,7 @@ class Rotation:
         self._crossed_a, self._crossed_b = self._crossed.chunk(2, dim=-1)
 
     def __call__(self) -> None:
-        """Turn what was written to the queries and keys since."""
+        """Rotate the current queries and keys."""
         if self._compiled is not None:
             self._compiled.rotate(self._qk_NBK, self._cos_NR, self._sin_NR, self._turned_NBK)
             return
@@ -252,53 +236,54 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedLlama:
-    """Runs a model over blocks of keys and values."""
+    """Runs a model with its KV cache."""
 
-    embedding_VD: Tensor | QuantisedEmbedding
+    embedding_VD: EmbeddingTable
     embedding_scale: Tensor | None
-    """What embeddings are multiplied by: one number, of their type."""
+    """Embeddings are multiplied by it: a single number of their dtype."""
     rotations: Sequence[Rotary]
     blocks: Sequence[DecoderLayer]
     norm: FusedNorm
     head: Product
     logit_softcap: float | None
-    """Logits are bent to softcap * tanh(logit / softcap)."""
+    """Logits become softcap * tanh(logit / softcap)."""
     sizes: LlamaSizes
     layers: Layers | None = None
-    """All blocks in one call, where every step of theirs is compiled."""
+    """All blocks in one call, if every step of theirs is compiled."""
     few_rows: int = 0
-    """Passes of up to so many tokens run by kernels of their own; the trial has some of every length then."""
+    """Passes of up to this many tokens have kernels of their own; the trial then tries every such length."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of states."""
-        return torch.float32 if isinstance(self.embedding_VD, QuantisedEmbedding) else self.embedding_VD.dtype
+        """The dtype of hidden states."""
+        return self.embedding_VD.dtype
 
     @property
     def quantised(self) -> bool:
-        """Whether products quantise what they read."""
-        return isinstance(self.head, PackedProduct) and isinstance(self.head.packed, QuantisedLinear)
+        """Whether products on a CPU round their float32 inputs to 8 bits."""
+        linear = compiled_linear(self.head)
+        return linear is not None and linear.rounds_inputs
 
     @property
     def phased(self) -> bool:
-        """Whether products have a kernel of their own for decoding."""
-        return any(isinstance(block.qkv, PhasedProduct) for block in self.blocks)
+        """Whether products have a separate kernel for decoding."""
+        return any(gpu_linear(block.qkv) is not None for block in self.blocks)
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether products round 16-bit rows to 8 bits."""
-        products = [block.qkv for block in self.blocks]
-        return any(isinstance(x, PhasedProduct) and isinstance(x.linear, W8A8Linear) for x in products)
+        """Whether products round their 16-bit inputs to 8 bits."""
+        linears = [gpu_linear(block.qkv) for block in self.blocks]
+        return any(linear.rounds_inputs for linear in linears if linear is not None)
 
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
-        """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
+        """Embed tokens; allocate memory for auxiliary states, and each layer's view of it."""
         x_ND = self._embed(ids_N)
         if self.embedding_scale is not None:
             x_ND *= self.embedding_scale
         return x_ND, *self._room(x_ND, aux_layer_ids)
 
     def _room(self, x_ND: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor | None, Mapping[int, Tensor]]:
-        """Memory for auxiliary states, and each layer's part of it."""
+        """Allocate memory for auxiliary states, and each layer's view of it."""
         if not aux_layer_ids:
             return None, {}
         tokens, width = x_ND.shape
@@ -306,14 +291,11 @@ class FusedLlama:
         return aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
 
     def _embed(self, ids_N: Tensor) -> Tensor:
-        """Embeddings [N, D]."""
-        if isinstance(self.embedding_VD, QuantisedEmbedding):
-            return self.embedding_VD.rows(ids_N)
-        return functional.embedding(ids_N, self.embedding_VD)
+        return look_up(self.embedding_VD, ids_N)
 
     @cached_property
     def _next_turns(self) -> RotaryWindow | None:
-        """Turns worked out some positions ahead; None where they may depend on more than a position."""
+        """Rotations computed some positions ahead; None if they may depend on more than the position."""
         if self.layers is None or not all(isinstance(rotary, StaticRotary) for rotary in self.rotations):
             return None
         like = torch.empty(0, dtype=torch.float32)
@@ -328,17 +310,16 @@ class FusedLlama:
         return self._turns(x_ND, metadata.position_N)
 
     def _turns(self, x_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The same at positions."""
+        """Cosines and sines [T, N, R] at positions."""
         turns = [rotary(x_ND, position_ids=position_N[None]) for rotary in self.rotations]
         cos_TNR, sin_TNR = (x[0] if len(turns) == 1 else torch.cat(x) for x in zip(*turns, strict=True))
         return cos_TNR.contiguous(), sin_TNR.contiguous()
 
     def routes(self, experts: Experts, x_ND: Tensor) -> Routes:
-        """Which experts rows go to, as a pass decides it."""
         return experts.router(x_ND)
 
     def _logits(self, normed_MD: Tensor, out_MV: Tensor | None) -> Tensor:
-        """[M, V], written where it is told, if it is."""
+        """Logits [M, V], written to `out_MV` if it is given."""
         logits_MV = self.head(normed_MD, out_MV)
         if self.logit_softcap is not None:
             logits_MV.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
@@ -353,10 +334,10 @@ class FusedLlama:
         aux_layer_ids: Sequence[int] = (),
         logits_out_MV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [M, V] behind the tokens `keep_M`, or all, and the auxiliary states [N, X] of all.
+        """Compute logits [M, V] after the tokens `keep_M`, or after all, and the auxiliary states [N, X] of all tokens.
 
-        State k is what layer k reads, and behind the last layer what the norm reads. Logits are written to
-        `logits_out_MV`, if it is given.
+        State k is the input of layer k; the one after the last layer is the input of the last norm. Logits are written
+        to `logits_out_MV`, if it is given.
         """
         if self.layers is not None and self.layers.ends is not None:
             made = self._at_once(self.layers, ids_N, attention, kv, keep_M, aux_layer_ids, logits_out_MV)
@@ -380,7 +361,7 @@ class FusedLlama:
         aux_layer_ids: Sequence[int],
         logits_MV: Tensor | None,
     ) -> tuple[Tensor, Tensor | None] | None:
-        """`forward` in one call of compiled code; None, and nothing is done, where the attention is not compiled."""
+        """`forward` as one call of compiled code; None, with nothing done, if the attention is not compiled."""
         x_ND = torch.empty(ids_N.shape[0], self.norm.weight.shape[0])
         aux_NX, states = self._room(x_ND, aux_layer_ids)
         if logits_MV is None:
@@ -400,7 +381,7 @@ class FusedLlama:
         kv: KVLayers,
         states: Mapping[int, Tensor],
     ) -> None:
-        """Take x_ND through all blocks, in place, step by step."""
+        """Run x_ND through all blocks, in place, step by step."""
         tokens, sizes, both = len(x_ND), self.sizes, self.sizes.heads + self.sizes.key_heads
         qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)
         qk, v = torch.split(qkv_NE.view(tokens, -1, sizes.head_dim), [both, sizes.key_heads], dim=1)

@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What stands between the products and the attention of a decoder block on a GPU, a kernel each.
+"""The operations between the products and the attention of a decoder block on a GPU, one kernel each.
 
-    add_norm          x += y, normed first where a block does that; the norm of x, which the next product reads
-    rotate            queries and keys are normed where a block does that; queries are turned, keys are turned into the
-                      cache, values are copied there
+    add_norm          x += y, with a norm of y where a block has one; and the norm of x for the next product
+    rotate            norms queries and keys where a block does; rotates queries in place of output and keys into the
+                      KV cache, and copies values there
     gate              activation(gate) * up
-    embed, cos_sin    what a pass begins with: embeddings, and cosines and sines of positions
+    embed, cos_sin    embeddings, and cosines and sines of positions
 
 Invariant, as in `block.py`: every number is rounded where transformers rounds it.
 
 Shapes: N tokens of a pass, V vocabulary, D hidden size, I intermediate size, H query heads, G key heads, K head dim, R
-numbers of a head that are rotated, F half of them, E outputs of a product.
+rotary dim, F half of it, E outputs of a product.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _add_norm_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token: x += y, in place, and its norm; that in 8 bits where it is asked for, zeros up to WIDTH."""
+    """One token: x += y, in place, and its norm, which may be rounded to 8 bits; zeros up to WIDTH."""
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -103,9 +103,9 @@ def _rotate_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token: its queries turned, its key turned and its value to their slot.
+    """One token: rotate its queries, write its rotated key and its value to their slot.
 
-    What is stored becomes what the memory holds; numbers too large for 8 bits become their largest (satfinite).
+    Stored numbers take the cache's dtype; those too large for 8 bits saturate.
     """
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -158,7 +158,7 @@ def _turn_heads(
     NORMS: tl.constexpr,
     FINE: tl.constexpr,
 ):
-    """Some heads of one token, each to its place; their last REST numbers are not turned."""
+    """Rotate some heads of one token; their last REST numbers are copied."""
     low = tl.arange(0, HALF_PADDED)
     inside = exists[:, None] & (low < HALF)[None, :]
     place = head[:, None] * SIZE + low[None, :]
@@ -189,7 +189,7 @@ def _turn_heads(
 
 @triton.jit
 def _turned(a, b, cos_a, cos_b, sin_a, sin_b):
-    """Halves a, b turned: a cos - b sin, b cos + a sin, each product rounded."""
+    """Rotate halves a, b: a cos - b sin, b cos + a sin, each product rounded."""
     exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
     new_a = (exact_a * cos_a).to(a.dtype).to(tl.float32) - (exact_b * sin_a).to(a.dtype).to(tl.float32)
     new_b = (exact_b * cos_b).to(a.dtype).to(tl.float32) + (exact_a * sin_b).to(a.dtype).to(tl.float32)
@@ -206,7 +206,7 @@ def _gate_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some of one token's gates."""
+    """Compute part of one token's gates."""
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -218,7 +218,7 @@ def _gate_kernel(
 
 @triton.jit
 def _embed_kernel(token_of, embedding, output, row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Some of one token's embedding. Torch's own gather of up to 16 rows goes through them one after the other."""
+    """Part of one token's embedding. Torch's own gather of up to 16 rows is sequential."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(embedding + tl.load(token_of + token) * row + at, mask=at < SIZE, other=0.0)
@@ -227,7 +227,7 @@ def _embed_kernel(token_of, embedding, output, row, SIZE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _turns_kernel(position_of, frequency, cos, sin, scale, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
-    """Cosines and sines of one token's position, each half of a head the same."""
+    """Compute cosines and sines of one token's position, equal in both halves of a head."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, HALF_PADDED)
     inside = at < HALF
@@ -254,7 +254,7 @@ def embed(ids_N: Tensor, embedding_VD: Tensor) -> Tensor:
 
 
 def cos_sin(position_N: Tensor, frequency_F: Tensor, scale: float, like_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, R], scaled, of the type of another tensor."""
+    """Cosines and sines [N, R], scaled, in the dtype of another tensor."""
     half = len(frequency_F)
     cos_NR, sin_NR = like_ND.new_empty(2, len(like_ND), 2 * half)
     _turns_kernel[(len(like_ND),)](
@@ -267,7 +267,7 @@ def cos_sin(position_N: Tensor, frequency_F: Tensor, scale: float, like_ND: Tens
 
 
 def add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm) -> Tensor:
-    """Add to x, in place, what may be normed first, and norm it."""
+    """Add `more` to x, in place, after its own norm if it has one, and norm x."""
     output_ND = torch.empty_like(x_ND)
     launch_add_norm(x_ND, more_ND, more_norm, norm, output_ND, None)
     return output_ND
@@ -281,7 +281,7 @@ def launch_add_norm(
     output_NK: Tensor,
     scale_N: Tensor | None,
 ) -> None:
-    """Write the norm to `output_NK`: as it is, or where there are scales as rows in 8 bits."""
+    """Write the norm to `output_NK`: as it is, or as 8-bit rows if there are scales."""
     assert more_norm is None or more_norm.weight.dtype == norm.weight.dtype
     tokens, size = x_ND.shape
     width = output_NK.shape[1]
@@ -298,7 +298,8 @@ def launch_add_norm(
         QUANTISES=scale_N is not None,
         **largest_of(output_NK.dtype),
         num_warps=4 if padded <= 2048 else 8,
-        # Products of 8-bit rows have a program for each processor; others have more, which would lie unevenly.
+        # 8-bit products run one program per multiprocessor; others have more, which early programs would distribute
+        # unevenly.
         **dependent_launch(x_ND.device, early=scale_N is not None and tokens <= MOST_EARLY),
     )
 
@@ -313,7 +314,7 @@ def rotate(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Turn queries to `q_NHK`, keys to their slots, both normed first if they are, and copy values there.
+    """Rotate queries to `q_NHK` and keys to their slots, after their norms if there are any, and copy values there.
 
     There may be no queries, neither before the keys nor in `q_NHK`.
     """
@@ -341,7 +342,7 @@ def rotate(
 
 
 def gate(gate_up: Tensor, activation: Activation, gated_NI: Tensor) -> None:
-    """Let through what the gates open."""
+    """activation(gate) * up."""
     tokens, size = gated_NI.shape
     sizes = {"SIZE": size, "BLOCK": 1024, "GELU": activation is Activation.GELU_TANH}
     options = dependent_launch(gated_NI.device)

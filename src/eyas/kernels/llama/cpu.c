@@ -1,21 +1,20 @@
-/* Layers of a decoder over one pass, in one call: the steps of block.py in their order; what a drafter does before its
- * only layer and after it, as the fused drafter has it; and a chain of its drafts, depth behind depth.
+/* The layers of a decoder over one pass, in one call: the steps of block.py in order; what a drafter does before its
+ * only layer and after it, like the fused drafter; and a chain of its drafts, depth after depth.
  *
- * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
- * and takes several times as long as it would elsewhere, which for a token or two is much of the whole pass.
+ * Little is computed between two products. But Python code there finds the CPU's caches full of weights, and takes
+ * several times as long as elsewhere, which for a token or two is much of the whole pass.
  *
- * The steps themselves are compiled elsewhere (elementwise.c, packed_linear.c, quantised_linear.c, attention/cpu.c), and
- * come here as pointers, so every number is the one that the same steps give one by one, to the last bit.
+ * The steps themselves are compiled elsewhere (elementwise.c, packed_linear.c, quantised_linear.c, attention/cpu.c),
+ * and come here as pointers, so every number equals that of the same steps called one by one, to the last bit.
  *
- * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, R numbers of a head that are rotated, I
- * intermediate size.
+ * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, R rotary dim, I intermediate size.
  */
 
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
 
-/* What time is spent on, where somebody wants to know; cpu.py has the same. */
+/* Phases that can be timed; cpu.py has the same. */
 enum { PRODUCTS, HEAD, ATTENTION, NORMS, GATES, PHASES };
 
 struct steps {
@@ -36,7 +35,7 @@ struct steps {
     void (*packed_rows)(const void *part, long K, const int64_t *ids, long count, float *y); /* of an embedding */
 };
 
-/* What cpu.py has the same fields of. */
+/* Structs with the same fields in cpu.py. */
 struct product {
     const char *panels;
     const float *bias;
@@ -45,18 +44,18 @@ struct product {
 };
 
 struct norm {
-    const float *weight; /* null: there is none */
+    const float *weight; /* null: none */
     float eps;
 };
 
 struct layer {
     struct norm attention_norm, mlp_norm;               /* [D]: before products */
-    struct norm attention_output_norm, mlp_output_norm; /* [D]: before what they gave is added */
+    struct norm attention_output_norm, mlp_output_norm; /* [D]: before outputs are added */
     struct norm qk_norm;                                /* [H + G][K] */
     float *keys, *values;                               /* of the cache */
-    const float *sink;                                  /* [H]: what attention is told; null: nothing */
+    const float *sink;                                  /* [H]: sink logits of attention; null: none */
     struct product qkv, output, gate_up, down;
-    int64_t window, rotation; /* which of the pass's */
+    int64_t window, rotation; /* index of the pass's rotation */
     int64_t activation;
     float scale, softcap;
 };
@@ -64,24 +63,24 @@ struct layer {
 struct run {
     const struct steps *steps;
     const struct layer *layers;
-    const void *const *waves; /* attention over the pass: in every layer one call for each of its window's */
-    const int64_t *wave_ends; /* behind the last wave of every window */
-    float *const *states;     /* [layer_count + 1]: where x goes before each layer and after the last; null: nowhere */
+    const void *const *waves; /* attention over the pass: in every layer one call for each wave of its window */
+    const int64_t *wave_ends; /* the end of every window's waves */
+    float *const *states;     /* [layer_count + 1]: destinations of x before each layer and after the last; null: none */
     const float *cos, *sin;   /* [rotations][N][R] */
-    const float *input;       /* what the first layer's products read; null: the norm of x, as in all others */
-    float *x;                 /* [N][D]: read, and left as it is behind the last layer */
-    float *memory;            /* for every token numbers_per_token, and what a quantised product takes beside */
-    double *spent;            /* [PHASES]: seconds are added here; null: nobody wants to know */
+    const float *input;       /* the input of the first layer's products; null: the norm of x, as in all others */
+    float *x;                 /* [N][D]: input and output */
+    float *memory;            /* numbers_per_token for every token, and the workspace of quantised products */
+    double *spent;            /* [PHASES]: seconds are added here; null: not timed */
     int64_t layer_count, state_stride;
     int64_t tokens, hidden, heads, key_heads, head_dim, rotary_dim, intermediate, threads;
 };
 
-/* What stands around the layers of a target: tokens in, logits behind some of them out. */
+/* Embedding, last norm and head of a target: tokens in, logits after some of them out. */
 struct ends {
     const float *embedding; /* [V][D]; null: it is packed */
     const void *packed_embedding;
     const int64_t *token;   /* [N] */
-    const int64_t *kept;    /* [M]: behind which of them; null: all */
+    const int64_t *kept;    /* [M]: the tokens whose logits are wanted; null: all */
     struct norm norm;       /* [D] */
     struct product head;    /* D to V */
     float *normed;          /* [M][D] */
@@ -89,7 +88,8 @@ struct ends {
     int64_t kept_count;     /* M */
 };
 
-/* A drafter's depth: what its layer reads, and the norm behind it. `run.input`, `run.cos` and `run.sin` are written here. */
+/* A drafter's depth: the inputs of its layer, and the norm after it. `run.input`, `run.cos` and `run.sin` are
+ * written here. */
 struct depth {
     const float *embedding;            /* [V][D]; null: it is packed */
     const void *packed_embedding;
@@ -97,11 +97,11 @@ struct depth {
     const int64_t *token, *position;   /* [N] */
     const float *hidden;               /* [N][D] */
     struct norm token_norm, hidden_norm, last_norm; /* [D] */
-    float *normed;                     /* [N][D]: the state behind the layer, normed */
-    int64_t normed_residual;           /* whether the layer adds to the normed state instead of the state */
+    float *normed;                     /* [N][D]: the norm of the state after the layer */
+    int64_t normed_residual;           /* whether the residual of the layer is the normed state */
 };
 
-/* What the first depth reads: the target's states, of several layers side by side, made into one. */
+/* The first depth's input: the target's states of several layers side by side, combined into one. */
 struct fusion {
     const float *states;      /* [N][count * size] */
     struct norm all_norm;     /* [count * size] */
@@ -111,7 +111,7 @@ struct fusion {
     int64_t count, size;
 };
 
-/* A chain of drafts: at every depth the likeliest token, which the next one reads. */
+/* A chain of drafts: at every depth the likeliest token, which the next depth reads. */
 struct chain {
     struct product head;       /* D to the draft vocabulary, W */
     const int64_t *target_ids; /* [W] */
@@ -167,7 +167,7 @@ static void norm(const struct run *run, const struct norm *by, const float *x, f
     spend(run, NORMS, since);
 }
 
-/* x += more, which is normed first where the layer does that */
+/* x += more, which is normed first if the layer does that */
 static void add(const struct run *run, float *more, const struct norm *by) {
     float *restrict x = run->x;
     const long count = run->tokens * run->hidden;
@@ -281,7 +281,7 @@ void run_read(const struct run *run, const struct depth *depth, const struct fus
     run_depth(run, depth);
 }
 
-/* `first` is the second depth, but for its tokens; the first draft comes of `first->normed`. */
+/* `first` is the second depth without its tokens; the first draft follows from `first->normed`. */
 void run_chain(const struct run *run, const struct depth *first, const struct chain *chain) {
     const long N = run->tokens, W = chain->head.outputs;
     struct depth depth = *first;
@@ -293,7 +293,7 @@ void run_chain(const struct run *run, const struct depth *first, const struct ch
         run->steps->most_likely(chain->logits, N, W, token, chain->chance + (made - 1) * N, (int)run->threads);
         for (long n = 0; n < N; n++) token[n] = chain->target_ids[token[n]];
         if (made == chain->depths) return;
-        if (made > 1) { /* further on, behind the state of the depth before */
+        if (made > 1) { /* one further, after the state of the depth before */
             depth.hidden = chain->feeds_normed ? depth.normed : run->x;
             for (long n = 0; n < N; n++) chain->position[n]++;
             for (long w = 0; w < run->wave_ends[0]; w++) run->steps->advance((void *)run->waves[w]);

@@ -1,10 +1,10 @@
-"""The layers of a pass in one call of compiled code (`llama/cpu.c`), where each of their steps is compiled anyway.
+"""All layers of a pass in one call of compiled code (`llama/cpu.c`), if each of their steps is compiled.
 
-Step by step, Python takes longer between the products of a small model than it looks: it finds the processor's caches
-full of weights. What is computed is what `block.py` and the fused drafter compute step by step, to the last bit.
+Between the products of a small model, Python takes longer than it seems: the CPU's caches are full of weights. Results
+equal those of `block.py` and of the fused drafter, step by step, to the last bit.
 
-Shapes: N tokens, D hidden size, G key heads, K head dim, R numbers of a head that are rotated, T rotations, X
-concatenated auxiliary states, E inputs of a product.
+Shapes: N tokens, D hidden size, G key heads, K head dim, R rotary dim, T rotations, X concatenated auxiliary states, E
+inputs of a product.
 """
 
 import ctypes
@@ -21,13 +21,13 @@ from torch import Tensor
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
 from eyas.kernels.elementwise import Activation, Elementwise, load_elementwise
-from eyas.kernels.linear.packed_linear import PackedLinear
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from eyas.kernels.linear.embedding_table import EmbeddingTable, packed_table, table_addresses
+from eyas.kernels.linear.served_linear import CompiledLinear, ProductWeight
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FEW_TOKENS = 16
-"""Of a pass whose workspace is kept for the next."""
+"""The workspace of a pass of up to this many tokens is kept for the next pass."""
 
 
 class Norm(Protocol):
@@ -38,24 +38,20 @@ class Norm(Protocol):
         """[D], or [B, K] for heads."""
 
     @property
-    def eps(self) -> float:
-        """Added to the mean of squares."""
+    def eps(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSizes:
-    """Of every layer."""
+    """The sizes of every layer."""
 
     heads: int
     key_heads: int
     head_dim: int
     rotary_dim: int
-    """Numbers of a head that are rotated, the first ones."""
+    """The number of leading entries of a head that are rotated."""
     intermediate: int
-    """Of layers without experts; 0 where there are none."""
-
-
-CompiledLinear = PackedLinear | QuantisedLinear
+    """Intermediate size of dense layers; 0 if there are none."""
 
 
 class PackedProducts(NamedTuple):
@@ -69,25 +65,25 @@ class PackedProducts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """What a layer is made of."""
+    """One layer."""
 
     products: PackedProducts
     attention_norm: Norm | None
-    """None for a layer whose products are always given their input."""
+    """None if the layer's products are given their input already."""
     mlp_norm: Norm
     scale: float
     qk_norm: Norm | None = None
     rotation: int = 0
-    """Which of the pass's rotations."""
+    """The index of the layer's rotation in the pass."""
     window: int | None = None
     softcap: float | None = None
     sink_logit_H: Tensor | None = None
-    """In float32."""
+    """Attention sink logits per head, float32."""
     attention_output_norm: Norm | None = None
-    """Of what attention adds to the state."""
+    """The norm of the attention output, before it is added to the state."""
     activation: Activation = Activation.SILU
     mlp_output_norm: Norm | None = None
-    """Of what the gates add."""
+    """The norm of the feed-forward output, before it is added to the state."""
 
 
 _STEPS = (
@@ -101,33 +97,6 @@ class _Steps(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in _STEPS)
 
 
-class ProductWeight(ctypes.Structure):
-    """`struct product`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias", "parts")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "halved", "part_count")),
-    )
-
-    @classmethod
-    def of(cls, packed: CompiledLinear) -> "ProductWeight":
-        """Of a linear, whose weights must stay where they are."""
-        if isinstance(packed, QuantisedLinear):
-            return cls(
-                parts=ctypes.addressof(packed.parts),
-                inputs=packed.in_features,
-                outputs=packed.out_features,
-                part_count=len(packed.parts),
-            )
-        return cls(
-            panels=packed.panels_PKC.data_ptr(),
-            bias=None if packed.bias is None else packed.bias.data_ptr(),
-            inputs=packed.in_features,
-            outputs=packed.out_features,
-            halved=packed.halved,
-        )
-
-
 class NormWeight(ctypes.Structure):
     """`struct norm`."""
 
@@ -135,7 +104,7 @@ class NormWeight(ctypes.Structure):
 
     @classmethod
     def of(cls, norm: Norm | None) -> "NormWeight":
-        """Of a norm, whose weight must stay where it is."""
+        """The weight must stay where it is."""
         return cls(None, 0.0) if norm is None else cls(norm.weight.data_ptr(), norm.eps)
 
 
@@ -161,22 +130,22 @@ class _Ends(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ends:
-    """What stands around the layers of a target."""
+    """Embedding, last norm and head of a target."""
 
-    embedding_VD: Tensor | QuantisedEmbedding
+    embedding_VD: EmbeddingTable
     norm: Norm
     head: CompiledLinear
 
     @property
     def linears(self) -> list[CompiledLinear]:
-        """What is multiplied with or looked up in."""
-        table = self.embedding_VD
-        return [self.head, *([table.table] if isinstance(table, QuantisedEmbedding) else [])]
+        """Layers to multiply by or look up in."""
+        table = packed_table(self.embedding_VD)
+        return [self.head] if table is None else [self.head, table]
 
 
 _POINTERS = ("steps", "layers", "waves", "wave_ends", "states", "cos", "sin", "input", "x", "memory", "spent")
 PHASES = ("products", "head", "attention", "norms", "gates")
-"""What time is told apart by."""
+"""Parts of a pass that can be timed."""
 _NUMBERS = (
     *("layer_count", "state_stride"),
     *("tokens", "hidden", "heads", "key_heads", "head_dim", "rotary_dim", "intermediate", "threads"),
@@ -189,28 +158,31 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The compiled loop, and the compiled steps that it calls."""
+    """The compiled loop and the compiled steps that it calls."""
 
     library: ctypes.CDLL
     elementwise: Elementwise
     attention: AttentionKernel
 
     def steps_with(self, linears: Sequence[CompiledLinear]) -> _Steps:
-        """The steps of layers whose products are such."""
-        product = next((x.kernel.library.packed_linear for x in linears if isinstance(x, PackedLinear)), None)
-        quantised = next((x.kernel.library.quantised_linear for x in linears if isinstance(x, QuantisedLinear)), None)
-        rows = next((x.kernel.library.dequantised_rows for x in linears if isinstance(x, QuantisedLinear)), None)
         steps, attention = self.elementwise.library, self.attention.library
-        functions = (
-            *(steps.rms_norm, product, quantised, steps.norm_heads, steps.rotate, attention.attend_blocks, steps.gated),
-            *(steps.most_likely, attention.advance_blocks, rows),
-        )
-        return _Steps(*(function and ctypes.cast(function, ctypes.c_void_p) for function in functions))
+        functions = {
+            "norm": steps.rms_norm,
+            "norm_heads": steps.norm_heads,
+            "rotate": steps.rotate,
+            "attend": attention.attend_blocks,
+            "gate": steps.gated,
+            "most_likely": steps.most_likely,
+            "advance": attention.advance_blocks,
+        }
+        for linear in linears:
+            functions |= linear.steps
+        return _Steps(**{name: ctypes.cast(function, ctypes.c_void_p) for name, function in functions.items()})
 
 
 @cache
 def load_layers() -> Compiled | None:
-    """What runs layers in one call; None where there is no compiler, or one of the steps cannot be trusted."""
+    """Load the loop; None if there is no compiler, or a step failed its trial."""
     library, _ = load_native(SOURCE)
     elementwise, (attention, _) = load_elementwise(), load_kernel()
     if library is None or elementwise is None or attention is None:
@@ -234,15 +206,15 @@ def load_layers() -> Compiled | None:
 
 
 class Waves(NamedTuple):
-    """What the compiled attention is called with in a pass."""
+    """Arguments of the compiled attention in a pass."""
 
     all: "ctypes.Array[ctypes.c_void_p]"
     ends: "ctypes.Array[ctypes.c_int64]"
-    """Behind the last of each window."""
+    """For each window, the index after its last wave."""
 
 
 class Layers:
-    """Layers of one model, over whose weights they run."""
+    """Runs the layers of one model."""
 
     def __init__(
         self,
@@ -252,7 +224,7 @@ class Layers:
         others: Sequence[CompiledLinear] = (),
         ends: Ends | None = None,
     ) -> None:
-        """`others` are what is multiplied with besides, or looked up in; `ends` let whole passes run."""
+        """`others` are further linears of the pass; with `ends`, whole passes run."""
         others = [*others, *(ends.linears if ends is not None else ())]
         linears = [*(linear for part in parts for linear in part.products), *others]
         self.ends = ends
@@ -267,15 +239,15 @@ class Layers:
         self._layers = (_Layer * len(parts))(*(_layer(part, self._windows.index(part.window)) for part in parts))
         self.numbers_per_token: int = compiled.library.numbers_per_token(
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
-        ) + max(map(_workspace_numbers, linears))
+        ) + max(linear.workspace_bytes // 4 for linear in linears)
         self._kv: list[Tensor] = []
         self._kv_from: Mapping[int, tuple[Tensor, Tensor]] = {}
-        """Where these were found: a cache keeps its tensors."""
+        """The mapping that they came from: a cache keeps its tensors."""
         self._memory = torch.empty(0, dtype=torch.float32)
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
         self.spent: ctypes.Array[ctypes.c_double] | None = None
-        """Seconds by phase, where somebody counts them."""
+        """Seconds per phase, if somebody counts them."""
 
     def run_target(
         self,
@@ -289,19 +261,18 @@ class Layers:
         keep_M: Tensor | None,
         logits_MV: Tensor,
     ) -> bool:
-        """A whole pass, from ids to the logits of all tokens or of some; x_ND is memory for it. As for `run`."""
+        """Run a whole pass, from ids to the logits of all or some tokens, with x_ND as memory; otherwise like `run`."""
         ends, ids_N, keep_M = self.ends, ids_N.contiguous(), None if keep_M is None else keep_M.contiguous()
         wanted = ids_N if keep_M is None else keep_M
         assert ends is not None, "there are none"
         assert logits_MV.is_contiguous()
         assert ids_N.dtype == wanted.dtype == torch.int64
-        count, table = wanted.shape[0], ends.embedding_VD
+        count = wanted.shape[0]
         normed_MD = torch.empty(count, self._hidden, dtype=torch.float32)
         around = _Ends(
-            None if isinstance(table, QuantisedEmbedding) else table.data_ptr(),
-            ctypes.addressof(table.table.parts) if isinstance(table, QuantisedEmbedding) else None,
+            *table_addresses(ends.embedding_VD),
             *(ids_N.data_ptr(), None if keep_M is None else keep_M.data_ptr(), NormWeight.of(ends.norm)),
-            *(ProductWeight.of(ends.head), normed_MD.data_ptr(), logits_MV.data_ptr(), count),
+            *(ends.head.product_weight(), normed_MD.data_ptr(), logits_MV.data_ptr(), count),
         )
         return self.run(x_ND, cos_TNR, sin_TNR, attention, kv, states, around)
 
@@ -315,9 +286,9 @@ class Layers:
         states: Mapping[int, Tensor],
         around: _Ends | None = None,
     ) -> bool:
-        """Take x_ND through all layers, in place; False, and nothing is done, where the attention is not compiled.
+        """Run x_ND through all layers, in place; False, with nothing done, if the attention is not compiled.
 
-        `states` is where x goes before the layers named, or behind the last: parts [N, D] of one memory [N, X].
+        `states` has memory for x before the given layers, or after the last: parts [N, D] of one tensor [N, X].
         """
         assert all(x.is_contiguous() for x in (x_ND, cos_TNR, sin_TNR))
         tokens = x_ND.shape[0]
@@ -346,7 +317,7 @@ class Layers:
         return True
 
     def _workspace(self, numbers: int) -> Tensor:
-        """Memory for a pass; that of a short one is kept for the next: fresh pages cost a short pass much."""
+        """Memory for a pass; a short pass reuses the last one's, since fresh pages are slow."""
         if numbers > FEW_TOKENS * self.numbers_per_token:
             return torch.empty(numbers, dtype=torch.float32)
         if len(self._memory) < numbers:
@@ -362,9 +333,10 @@ class Layers:
         *,
         ahead: int = 0,
     ) -> "Waves | None":
-        """How compiled code attends in this pass, over keys and values that all layers are told of; None if it cannot.
+        """Prepare the compiled attention, and point all layers to their keys and values; None if it cannot run.
 
-        `windows` are those of the layers, each once. All layers have as many slots. Chains may advance by `ahead`.
+        `windows` are the distinct windows of the layers. All layers have the same number of slots. Chains may advance
+        by `ahead`.
         """
         if not isinstance(attention, CompiledBackend):
             return None
@@ -396,7 +368,7 @@ class Layers:
         states: int | None = None,
         state_stride: int = 0,
     ) -> _Call:
-        """A run over these addresses, which must stay what they are until it is over."""
+        """The arguments of a run; the addresses must stay valid until it is over."""
         sizes = self.sizes
         return _Call(
             *(ctypes.addressof(self._steps), ctypes.addressof(self._layers)),
@@ -408,7 +380,7 @@ class Layers:
         )
 
     def _take(self, kv: list[Tensor]) -> None:
-        """Read and write these from now on, keys and values of every layer in turn; they are held until others come."""
+        """Use these keys and values, in turn for every layer, and hold them until others come."""
         assert all(x.dtype == torch.float32 and x.is_contiguous() for x in kv)
         for layer, keys, values in zip(self._layers, kv[::2], kv[1::2], strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
@@ -418,7 +390,7 @@ class Layers:
 def _layer(parts: Parts, window: int) -> _Layer:
     return _Layer(
         **{name: NormWeight.of(getattr(parts, name)) for name in _NORMS},
-        **{name: ProductWeight.of(packed) for name, packed in parts.products._asdict().items()},
+        **{name: packed.product_weight() for name, packed in parts.products._asdict().items()},
         sink=None if parts.sink_logit_H is None else parts.sink_logit_H.data_ptr(),
         window=window,
         rotation=parts.rotation,
@@ -426,8 +398,3 @@ def _layer(parts: Parts, window: int) -> _Layer:
         scale=parts.scale,
         softcap=parts.softcap or 0.0,
     )
-
-
-def _workspace_numbers(product: CompiledLinear) -> int:
-    """What it takes for every token beside its results, in float32."""
-    return product.kernel.workspace_bytes(product.in_features) // 4 if isinstance(product, QuantisedLinear) else 0

@@ -1,6 +1,6 @@
-"""A drafter's depth in one call of compiled code: what stands before its only layer, the layer, and the norm behind it.
+"""A drafter's depth in one call of compiled code: inputs, its only layer, and the norm after it.
 
-So is the first depth from the target's states on, and a chain of greedy drafts: Python between two depths takes as long
+Also the first depth, from the target's states on, and a chain of greedy drafts: Python between two depths takes as long
 as half of a small drafter's depth.
 
 Shapes: N tokens, X concatenated auxiliary states, D drafter hidden, V target vocabulary, W draft vocabulary.
@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
+from eyas.kernels.linear.embedding_table import EmbeddingTable, packed_table, table_addresses
+from eyas.kernels.linear.served_linear import CompiledLinear, ProductWeight
 from eyas.kernels.llama.cpu import (
     Compiled,
-    CompiledLinear,
     Layers,
     LlamaSizes,
     Norm,
     NormWeight,
     Parts,
-    ProductWeight,
     Waves,
 )
 from eyas.kernels.llama.rotary_table import RotaryTable
@@ -33,32 +32,32 @@ from eyas.kernels.llama.rotary_table import RotaryTable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Surroundings:
-    """What the layer reads, and what is done to its output."""
+    """The layer's inputs and the last norm."""
 
-    embedding_VD: Tensor | QuantisedEmbedding
+    embedding_VD: EmbeddingTable
     token_norm: Norm
     hidden_norm: Norm
     normed_residual: bool
-    """Whether the layer adds to the normed state instead of the state."""
+    """Whether the residual of the layer is the normed state."""
     last_norm: Norm
     turns: RotaryTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateFusion:
-    """What makes one state of the target's auxiliary ones."""
+    """Combines the target's auxiliary states into one."""
 
     linear: CompiledLinear
     all_norm: Norm | None
-    """Of all together."""
+    """The norm over all auxiliary states together."""
     norms: Sequence[Norm] | None
-    """Of each."""
+    """One norm for each auxiliary state."""
     count: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftHead:
-    """What chooses a draft, and what the next depth is fed."""
+    """Chooses drafts and feeds the next depth."""
 
     linear: CompiledLinear
     target_id_W: Tensor
@@ -69,14 +68,14 @@ class DraftHead:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainsOutput:
-    """Chains of drafts."""
+    """Drafted chains."""
 
     token_KR: NDArray[np.int64]
-    """Target ids, depth by depth."""
+    """Target ids, by depth."""
     chance_KR: NDArray[np.float32]
-    """How sure the drafter was of each."""
+    """The drafter's probability of each."""
     feedback_RD: Tensor
-    """What the depth behind the last draft reads; it holds until the next chains are drafted."""
+    """The input of the depth after the last draft; valid until the next chains are drafted."""
 
 
 class _Depth(ctypes.Structure):
@@ -110,7 +109,7 @@ class _Chain(ctypes.Structure):
 
 
 class DraftLayer(Layers):
-    """The layer of one drafter, over whose weights it runs."""
+    """Runs the layer of one drafter."""
 
     def __init__(
         self,
@@ -121,11 +120,9 @@ class DraftLayer(Layers):
         sizes: LlamaSizes,
         compiled: Compiled,
     ) -> None:
-        table = around.embedding_VD
-        packed = [table.table] if isinstance(table, QuantisedEmbedding) else []
-        super().__init__(
-            [layer], sizes, compiled, [*packed, *(part.linear for part in (fusion, head) if part is not None)]
-        )
+        table, parts = packed_table(around.embedding_VD), [part for part in (fusion, head) if part is not None]
+        others = [*([] if table is None else [table]), *(part.linear for part in parts)]
+        super().__init__([layer], sizes, compiled, others)
         assert compiled.library.fusion_bytes() == ctypes.sizeof(_Fusion)
         assert compiled.library.depth_bytes() == ctypes.sizeof(_Depth)
         assert compiled.library.chain_bytes() == ctypes.sizeof(_Chain)
@@ -135,11 +132,7 @@ class DraftLayer(Layers):
         if fusion is not None and fusion.norms is not None:
             self._state_norms = (NormWeight * fusion.count)(*map(NormWeight.of, fusion.norms))
         self._norms = [NormWeight.of(norm) for norm in (around.token_norm, around.hidden_norm, around.last_norm)]
-        self._embedding = (
-            (None, ctypes.addressof(table.table.parts))
-            if isinstance(table, QuantisedEmbedding)
-            else (table.data_ptr(), None)
-        )
+        self._embedding = table_addresses(around.embedding_VD)
 
     def run_depth(
         self,
@@ -150,7 +143,7 @@ class DraftLayer(Layers):
         kv: tuple[Tensor, Tensor],
         window: int | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """The state behind the layer, and the same normed; None where the attention is not compiled."""
+        """Compute the state after the layer, and its norm; None if the attention is not compiled."""
         tokens, size = hidden_ND.shape
         waves = self.waves(attention, {0: kv}, tokens, [window])
         if waves is None:
@@ -173,7 +166,7 @@ class DraftLayer(Layers):
         kv: tuple[Tensor, Tensor],
         window: int | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """As `run_depth`, from the target's states on; None also where their fusion is not compiled."""
+        """`run_depth` from the target's states on; None also if their fusion is not compiled."""
         fusion, (tokens, width) = self._fusion, aux_NX.shape
         waves = None if fusion is None else self.waves(attention, {0: kv}, tokens, [window])
         if fusion is None or waves is None:
@@ -188,7 +181,7 @@ class DraftLayer(Layers):
         fused = _Fusion(
             *(aux_NX.data_ptr(), NormWeight.of(fusion.all_norm)),
             None if self._state_norms is None else ctypes.addressof(self._state_norms),
-            *(ProductWeight.of(fusion.linear), memory.data_ptr() + 4 * tokens * self._numbers(size)),
+            *(fusion.linear.product_weight(), memory.data_ptr() + 4 * tokens * self._numbers(size)),
             *(fusion.count, width // fusion.count),
         )
         self.library.run_read(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(fused))
@@ -204,10 +197,10 @@ class DraftLayer(Layers):
         window: int | None,
         depths: int,
     ) -> ChainsOutput | None:
-        """`depths` drafts of each request.
+        """Draft `depths` tokens for each request.
 
-        The first ones come of the states given, and are read at these positions, in the only slots of the pass. None
-        where a step is not compiled.
+        The first drafts follow from the given states and are read at `position_R`, in the only slots of the pass. None
+        if a step is not compiled.
         """
         head, ahead, rows = self._head, max(0, depths - 2), len(position_R)
         waves = None if head is None else self.waves(attention, {0: kv}, rows, [window], ahead=ahead)
@@ -229,7 +222,7 @@ class DraftLayer(Layers):
         run = self._run(waves, rows, size, x_at, memory)
         depth = self._depth(None, next_R.ctypes.data, feedback_RD.data_ptr(), normed_at)
         chain = _Chain(
-            ProductWeight.of(head.linear),
+            head.linear.product_weight(),
             *(head.target_id_W.data_ptr(), next_R.ctypes.data, logits_at),
             *(token_KR.ctypes.data, chance_KR.ctypes.data),
             *(depths, head.feeds_normed, head.logit_scale),
@@ -241,7 +234,7 @@ class DraftLayer(Layers):
         return ChainsOutput(token_KR=token_KR, chance_KR=chance_KR, feedback_RD=feedback_RD)
 
     def _numbers(self, size: int) -> int:
-        """What a depth takes for every token, in float32."""
+        """Workspace per token of a depth, in float32 numbers."""
         return self.numbers_per_token + 2 * size + 2 * self.sizes.head_dim
 
     def _run(self, waves: "Waves", tokens: int, size: int, x: int, memory: Tensor) -> ctypes.Structure:

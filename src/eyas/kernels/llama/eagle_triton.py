@@ -1,22 +1,22 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""A drafter's depth on a GPU: what stands between its products and its attention, in kernels.
+"""A drafter's depth on a GPU: the operations between its products and its attention, as kernels.
 
-Its only layer is a decoder block, with the kernels of `block_triton.py` between the products. A drafter has two kernels
-more:
+Its only layer is a decoder block, with the kernels of `block_triton.py` between the products. A drafter has two more
+kernels:
 
-    norm states   some of the target's auxiliary states, from wherever they lie, normed side by side as `fc` reads them
-    begin         the normed embedding of a token and the normed state side by side; the state that the layer adds to;
-                  cosines and sines of the position
+    norm states   norms auxiliary states of the target, wherever they are, side by side as `fc` reads them
+    begin         the normed embedding of a token beside the normed state; the residual of the layer; cosines and sines
+                  of the position
 
-For very few tokens the products are kernels of ours, too, and add, norm and gate are parts of them
-(`kernels/linear/few_rows_triton.py`), where the weights are plain.
+For very few tokens, products of plain weights are kernels of their own with add, norm and gate fused
+(`kernels/linear/few_rows_triton.py`).
 
 Invariant, as in `block_triton.py`: every number is rounded where the drafter's own code rounds it (`drafter/model.py`).
-Nothing here looks at a number on the host, so all of it can be captured.
+Nothing here reads device memory on the host, so all of it can be captured in a CUDA graph.
 
-Shapes: N tokens of a pass, M of them whose outcome is asked for, S states that are kept, V vocabulary, D drafter
-hidden, A auxiliary states, X all of them side by side, H query heads, G key heads, C slots of the cache, K head dim, E
-inputs or outputs of a product.
+Shapes: N tokens of a pass, M of them whose outcome is wanted, S stored states, V vocabulary, D drafter hidden, A
+auxiliary states, X all of them side by side, H query heads, G key heads, C slots of the cache, K head dim, E inputs or
+outputs of a product.
 """
 
 from dataclasses import dataclass, replace
@@ -31,13 +31,13 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
 from eyas.kernels.linear.few_rows_triton import few_linear, fuses_norm, most_rows_of_all, norm_gate_up
-from eyas.kernels.llama.block import PhasedProduct, PlainProduct, Product
+from eyas.kernels.llama.block import PlainProduct, Product, ServedProduct
 from eyas.kernels.llama.block_triton import add_norm, gate, rotate
 from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.triton import plain_weights
 
 DECODED_ROWS = 64
-"""Rows up to which 8-bit weights are multiplied by the kernel for decoding; a draft may depend on its batch."""
+"""Up to this many rows, 8-bit weights use the decoding kernel; a draft may depend on its batch."""
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _norm_states_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One of the states of one token, each with its own weight."""
+    """Norm one of the auxiliary states of one token, each with its own weight."""
     begin_dependent(DEPENDENT, EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = token
@@ -93,7 +93,7 @@ def _begin_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One part of what one token begins with: its embedding, its state, its position."""
+    """Compute one part of a token's inputs: its embedding, its state or its rotation."""
     begin_dependent(DEPENDENT, EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PADDED)
@@ -121,7 +121,7 @@ def _begin_kernel(
 
 @triton.jit
 def _normed(value, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """The norm of the first SIZE of these numbers; the rest are zeros."""
+    """Norm the first SIZE numbers; the rest are zeros."""
     at = tl.arange(0, PADDED)
     exact = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
@@ -130,28 +130,28 @@ def _normed(value, weight, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TritonEagle:
-    """The pass of a drafter of one layer, over its weights, which are all of one type."""
+    """The pass of a drafter of one layer; all its weights have one dtype."""
 
     input_norm: FusedNorm | None
-    """Of all auxiliary states of a token as one."""
+    """The norm over all auxiliary states of a token together."""
     states_norm: FusedNorm | None
-    """Of each of them, behind that; the weights [X] of all."""
+    """Over each of them, after `input_norm`; the weights [X] of all."""
     num_states: int
     fc: Product
     embedding_VD: Tensor
     token_norm: FusedNorm
     hidden_norm: FusedNorm
     normed_residual: bool
-    """Whether the layer adds to the normed state instead of the state."""
+    """Whether the residual of the layer is the normed state."""
     frequency: Tensor
-    """Turns of a head's pairs from one position to the next, in radians: float32 [K / 2]."""
+    """Radians per position: float32 [K / 2]."""
     turn_scale: float
-    """What cosines and sines are multiplied by."""
+    """Cosines and sines are multiplied by it."""
     qkv: Product
     kv: Product
-    """Keys and values of it alone."""
+    """The product that yields keys and values only."""
     qk_norm: FusedNorm | None
-    """Of every head of queries and keys, the weights [B, K] of all."""
+    """The norm of every query and key head, with weights [B, K]."""
     output: Product
     mlp_norm: FusedNorm
     gate_up: Product
@@ -159,15 +159,15 @@ class TritonEagle:
     last_norm: FusedNorm
     sizes: LlamaSizes
     few_rows: int = 0
-    """Passes of up to so many tokens have products of their own."""
+    """Passes of up to this many tokens have products of their own."""
 
     @property
     def phased(self) -> bool:
-        """Whether products have a kernel of their own for decoding: weights of 8 or 4 bits."""
-        return isinstance(self.qkv, PhasedProduct)
+        """Whether products have a separate kernel for decoding: weights of 8 or 4 bits."""
+        return isinstance(self.qkv, ServedProduct)
 
     def with_few_rows(self) -> "TritonEagle | None":
-        """The same with products of their own for few tokens; None where a weight is none for them."""
+        """A copy with products of their own for few tokens; None if a weight is not supported."""
         products = (self.fc, self.qkv, self.kv, self.output, self.gate_up, self.down)
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
@@ -175,7 +175,9 @@ class TritonEagle:
         return replace(self, few_rows=few_rows)
 
     def fuse(self, aux_SX: Tensor, row_N: Tensor | None = None) -> Tensor:
-        """The depth-0 states [N, D] of all auxiliary states, or of some rows of them; they may be of another type."""
+        """Compute the depth-0 states [N, D] from all auxiliary states, or from some rows of them; their dtype may
+        differ.
+        """
         if self.input_norm is not None:
             aux_SX, row_N = self._normed_states(aux_SX, row_N, self.input_norm, 1), None
         if self.states_norm is not None:
@@ -194,9 +196,9 @@ class TritonEagle:
         window: int | None,
         keep_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The state behind the layer, and the same normed, of all tokens or those kept.
+        """Compute the state after the layer and its norm, for all tokens or those kept.
 
-        Keys and values [G, C, K] of all are written to their slots.
+        Keys and values [G, C, K] of all tokens are written to their slots.
         """
         sizes = self.sizes
         both_NE, x_ND, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
@@ -229,7 +231,7 @@ class TritonEagle:
         slot_mapping_N: Tensor,
         kv: tuple[Tensor, Tensor],
     ) -> None:
-        """Write keys and values [G, C, K] alone to their slots."""
+        """Only write keys and values [G, C, K] to their slots."""
         both_NE, _, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
         kv_NE = self._product(self.kv, both_NE)
         no_queries = kv_NE.new_empty(len(kv_NE), 0, self.sizes.head_dim)
@@ -241,12 +243,12 @@ class TritonEagle:
     def _product(self, product: Product, x_NE: Tensor) -> Tensor:
         if len(x_NE) <= self.few_rows:
             return few_linear(x_NE.contiguous(), *plain_weights(product))
-        if isinstance(product, PhasedProduct) and len(x_NE) <= DECODED_ROWS:
+        if isinstance(product, ServedProduct) and len(x_NE) <= DECODED_ROWS:
             return product.decode(x_NE)
         return product(x_NE, None)
 
     def _normed_states(self, aux_SX: Tensor, row_N: Tensor | None, norm: FusedNorm, count: int) -> Tensor:
-        """Norm each of `count` parts of rows; of all if none are named."""
+        """Norm each of `count` parts of the given rows, or of all rows."""
         aux_SX, row_N = _dense_rows(aux_SX), None if row_N is None else row_N.contiguous()
         tokens, width = len(aux_SX if row_N is None else row_N), aux_SX.shape[1]
         normed_NX = self.embedding_VD.new_empty(tokens, width)
@@ -263,7 +265,7 @@ class TritonEagle:
         return normed_NX
 
     def _begin(self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the layer reads [N, 2 D], what it adds to [N, D], and cosines and sines [N, K]."""
+        """The layer's input [N, 2 D], its residual [N, D], and cosines and sines [N, K]."""
         hidden_ND, embedding_VD = _dense_rows(hidden_ND), self.embedding_VD
         (tokens, size), half = hidden_ND.shape, len(self.frequency)
         both_NE, x_ND = hidden_ND.new_empty(tokens, 2 * size), hidden_ND.new_empty(tokens, size)
@@ -285,10 +287,10 @@ class TritonEagle:
 
 
 def _dense_rows(x_ND: Tensor) -> Tensor:
-    """With a row's numbers side by side; rows may lie apart."""
+    """Make each row contiguous; rows may be strided."""
     return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
 
 
 def _warps(numbers: int) -> int:
-    """That norm so many numbers."""
+    """The number of warps for a norm of this size."""
     return 4 if numbers <= 2048 else 8 if numbers <= 8192 else 16

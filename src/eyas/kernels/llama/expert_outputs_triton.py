@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What every product of experts ends with: biases, gates, and where outputs go, rounded where torch rounds."""
+"""The end of every expert product: biases, gates and stores, rounded where torch rounds."""
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -20,7 +20,7 @@ def _clamped(gate, up, alpha, limit):
 
 @triton.jit
 def _rounded(acc, bias, inside, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
-    """The sums [rows, outputs], rounded, and the bias added, rounded."""
+    """Round the sums [rows, outputs], add the bias and round again."""
     made = acc.to(dtype)
     if HAS_BIAS:
         more = tl.load(bias, mask=inside, other=0.0).to(tl.float32)
@@ -47,7 +47,9 @@ def store_outputs(
     CLAMPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Sums [rows, outputs] of pairs and outputs i; with GATES they gate `up_acc`. `bias` is where the expert's is."""
+    """Store sums [rows, outputs] of pairs and outputs i; with GATES they gate `up_acc`. `bias` points to the expert's
+    bias.
+    """
     dtype: tl.constexpr = output.dtype.element_ty
     inside = i < OUTPUTS
     result = _rounded(acc, bias + i * STEP, inside, HAS_BIAS, dtype)

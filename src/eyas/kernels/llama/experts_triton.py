@@ -1,22 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Experts on a GPU (`experts.py`), in kernels that ask the host nothing, so that a pass can be captured.
+"""Experts on a GPU (`experts.py`), in kernels without host synchronisation, so that a pass can be captured.
 
-    route      scores of a token to its experts and their weights
-    lay out    pairs of token and expert, sorted by expert into blocks: whose block each is, and which pairs are in it
-    multiply   a block's rows by its expert's weights, with gates behind them or without
-    combine    the weighted sum of what a token's experts made
+    route      turns a token's scores into experts and weights
+    lay out    sorts pairs of token and expert by expert into blocks
+    multiply   multiplies a block's rows by its expert's weights, with gates or without
+    combine    adds up a token's weighted expert outputs
 
-For few tokens every pair is a block of its own, and nothing is laid out: only the weights that somebody asks for are
-read, and hardly any twice. For many, a block holds as many pairs as an expert has on average, so that its weights are
-read about once. How many blocks there are only the device knows; there is a program for each that there may be, and
-those without one leave at once.
+With few tokens every pair is a block of its own, without laying out: only weights in use are read, hardly any twice.
+With many, a block holds as many pairs as an expert has on average, so that its weights are read about once. Only the
+device knows the number of blocks; there is a program for each possible one, and superfluous ones exit at once.
 
-Invariants: a row's result does not depend on the rows beside it, nor on its place in a block: sums go along the inputs
-in one order, and a token's experts are added up in the order of their weights. Nothing is added atomically. Every
-number is rounded where transformers rounds it.
+Invariants: a row's result does not depend on the rows beside it, nor on its place in a block: sums over the inputs have
+one order, and a token's experts are added up in the order of their weights. Nothing is added atomically. Every number
+is rounded where transformers rounds it.
 
-Shapes: N tokens of a pass, K experts of a token, P = N * K pairs of both, E experts, B blocks, D hidden size, I
-intermediate size, G = 2 I gates and what they gate.
+Shapes: N tokens of a pass, K experts per token, P = N * K pairs of token and expert, E experts, B blocks, D hidden
+size, I intermediate size, G = 2 I gates and ups.
 """
 
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ def _route_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token: the experts of its largest scores, the first of equals, and their weights."""
+    """One token: the experts of its largest scores, of equals the first, and their weights."""
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at, k = tl.arange(0, COUNT_PADDED), tl.arange(0, TOP_K_PADDED)
@@ -60,7 +59,7 @@ def _route_kernel(
     weight = tl.zeros([TOP_K_PADDED], tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(left, axis=0)
-        # Some expert there is, whatever the scores are: others read its weights.
+        # An expert must be chosen whatever the scores are: others read its weights.
         first = tl.minimum(tl.min(tl.where(left == best, at, COUNT_PADDED), axis=0), COUNT - 1)
         chosen = tl.where(k == i, first, chosen)
         weight = tl.where(k == i, tl.exp(best - top), weight)
@@ -85,7 +84,7 @@ def _lay_out_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The blocks of one expert; places of a block that are too many hold no pair, the number `pairs`."""
+    """The blocks of one expert; unused places of a block hold `pairs`, which is no pair."""
     begin_dependent(DEPENDENT, EARLY)
     expert = tl.program_id(0)
     e, chunk = tl.arange(0, COUNT_PADDED), tl.arange(0, CHUNK)
@@ -144,7 +143,7 @@ def _multiply_kernel(
 ):
     """BLOCK_E outputs of a block's pairs, whose row of x is pair / SHARE.
 
-    Output i is of row i * STEP of the expert's weight; with GATES that is its gate, and UP rows on is what it gates.
+    Output i uses row i * STEP of the expert's weight; with GATES that is its gate, and its up is UP rows on.
     """
     begin_dependent(DEPENDENT, EARLY)
     block, first = tl.program_id(0), tl.program_id(1) * BLOCK_E
@@ -212,7 +211,7 @@ def _combine_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some numbers of one token: each expert's by its weight, rounded as torch does it, and their sum."""
+    """Part of one token: its weighted expert outputs, each rounded as torch does, and their sum."""
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -222,7 +221,7 @@ def _combine_kernel(
         value = tl.load(made + pair * SIZE + at, mask=at < SIZE, other=0.0)
         weight = tl.load(weights + pair)
         more = value.to(tl.float32) * weight.to(tl.float32)
-        if weights.dtype.element_ty == made.dtype.element_ty:  # two numbers of a kind give one of it
+        if weights.dtype.element_ty == made.dtype.element_ty:  # the reduction needs two operands of a kind
             more = more.to(value.dtype).to(tl.float32)
         total += more
     tl.store(output + token * SIZE + at, total.to(output.dtype.element_ty), mask=at < SIZE)
@@ -230,10 +229,10 @@ def _combine_kernel(
 
 @dataclass(frozen=True)
 class ExpertTiling:
-    """How the products of a pass's experts are cut: pairs of a block, a program's outputs, the inputs of one step."""
+    """The tiling of a pass's expert products: pairs per block, outputs per program, inputs per step."""
 
     rows: int
-    """0: every pair is a block of its own."""
+    """Pairs per block; 0 makes every pair a block of its own."""
     outputs: int
     inputs: int
     warps: int
@@ -241,15 +240,15 @@ class ExpertTiling:
 
 
 def mxfp4_tiling(pairs: int, experts: int, *, gates: bool) -> ExpertTiling:
-    """The same for weights in MXFP4. By pairs, tiles differ in their rows alone, which changes no number."""
+    """The tiling for MXFP4 weights. Only the tile's rows depend on the number of pairs, and they change no result."""
     alone = 2 * pairs <= experts or pairs <= 2
     rows = 0 if alone else min(32, max(8, triton.next_power_of_2(-(-pairs // experts))))
-    # With two warps all of them multiply by the same instruction; four would take another one for many rows.
+    # Two warps use the same instruction for any number of rows; four would switch to another one for many.
     return ExpertTiling(rows=rows, outputs=32 if gates else 64, inputs=MXFP4_BLOCK, warps=2, stages=4)
 
 
 def expert_tiling(pairs: int, experts: int, dtype: torch.dtype, *, gates: bool, size: int) -> ExpertTiling:
-    """How to cut: by how many pairs an expert has on average; one pair by one while most experts would have none."""
+    """The tiling by the average pairs per expert; pairs stay single while most experts would have none."""
     whole = max(16, triton.next_power_of_2(size))
     if 2 * pairs <= experts or pairs <= 2:
         return ExpertTiling(rows=0, outputs=8, inputs=min(1024 if gates else 2048, whole), warps=4, stages=3)
@@ -266,7 +265,7 @@ def expert_tiling(pairs: int, experts: int, dtype: torch.dtype, *, gates: bool, 
 
 
 def route(score_NE: Tensor, router: Router) -> Routes:
-    """Which experts rows go to by their scores."""
+    """Route rows by their scores."""
     tokens, count = score_NE.shape
     assert score_NE.is_contiguous()
     expert_NK = torch.empty(tokens, router.top_k, dtype=torch.int32, device=score_NE.device)
@@ -293,7 +292,7 @@ def mixture(
     gate_tiling: ExpertTiling | None = None,
     down_tiling: ExpertTiling | None = None,
 ) -> Tensor:
-    """What the experts of each row make of it [N, D]. Both tilings have as many rows."""
+    """The weighted sum of each row's experts [N, D]. Both tilings have the same number of rows."""
     (tokens, hidden), (_, top_k) = x_ND.shape, routes.expert_NK.shape
     count, pairs, dtype = experts.count, tokens * top_k, x_ND.dtype
     output_ND = torch.empty_like(x_ND)
@@ -335,9 +334,9 @@ def mixture(
 
 
 def _lay_out(expert_P: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The expert of every block there may be, -1 where there is none, and the pairs in it: int32 [B], [B, rows]."""
+    """The expert of every possible block, -1 if there is none, and its pairs: int32 [B], [B, rows]."""
     pairs, device = len(expert_P), expert_P.device
-    # Of experts that have pairs, each has one block, and one more for every `rows` of the other pairs.
+    # Each expert with pairs has one block, and one more for every `rows` of its other pairs.
     blocks = min(pairs, count) + pairs // rows
     expert_B = torch.empty(blocks, dtype=torch.int32, device=device)
     pair_BR = torch.empty(blocks, rows, dtype=torch.int32, device=device)
@@ -367,7 +366,7 @@ def _multiply(
     gating: Activation | ClampedSwiglu | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """What the experts of pairs make of their rows of x, pair / share: [P, outputs]; with a gating, half as many."""
+    """Multiply the rows of x (pair / share) by their experts: [P, outputs]; with gating, half as many."""
     every = weight.outputs if isinstance(weight, Mxfp4Weight) else weight.shape[1]
     outputs = every if gating is None else every // 2
     output = x.new_empty(pairs, outputs)

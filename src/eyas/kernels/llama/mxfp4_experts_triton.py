@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Products of 16-bit rows with experts in MXFP4 (`linear/mxfp4_weight.py`), which are unpacked in registers.
+"""Products of 16-bit rows with MXFP4 experts (`linear/mxfp4_weight.py`), unpacked in registers.
 
-A number of 4 bits is a sign, two bits of exponent and one of mantissa. Shifted to where bfloat16 (or float16) has its
-sign, the end of its exponent and the beginning of its mantissa, it is the same number times 2^-126 (2^-14), zero and
-the half included, which are subnormal then; one product puts that right. Sums over a plane, whose 32 weights share an
+A 4-bit number is a sign, two bits of exponent and one of mantissa. Shifted to where bfloat16 (or float16) has its sign,
+the end of its exponent and the beginning of its mantissa, it is the same number times 2^-126 (2^-14), including zero
+and one half, which become subnormal; one multiplication corrects that. Sums over a plane, whose 32 weights share an
 exponent, are multiplied by that power of two, so nothing is rounded that bfloat16 weights would not have rounded.
 
-Invariant: **a row's result does not depend on the rows beside it, nor on how many there are**. Outputs lie along the
-first dimension of a product and rows along its second, of which every column is computed alone; tiles differ in how
-many rows they have, and sums go along the inputs in one order.
+Invariant: **a row's result does not depend on the rows beside it, nor on how many there are**. Outputs are the first
+dimension of a product and rows the second, of which every column is computed independently; tiles differ in how many
+rows they have, and sums over the inputs have one order.
 """
 
 import torch
@@ -17,13 +17,13 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.dependent_launch_triton import begin_dependent
-from eyas.kernels.linear.w4a16_linear import PLANES
+from eyas.kernels.linear.planes import PLANES
 from eyas.kernels.llama.expert_outputs_triton import store_outputs
 
 
 @triton.jit
 def _numbers(words, like, J: tl.constexpr, ASM: tl.constexpr):
-    """The numbers that the four bits J of words stand for, less their power of two, of the type of `like`: exact."""
+    """The numbers of bits J of words, without their power of two, in the dtype of `like`: exact."""
     if ASM is not None:
         value = tl.inline_asm_elementwise(ASM[J], "=r,r", [words], dtype=like.dtype, is_pure=True, pack=2)
     else:
@@ -130,10 +130,10 @@ def mxfp4_kernel(
 
 
 def unpacking(x: Tensor) -> tuple[str, ...] | None:
-    """How two numbers are unpacked for rows like x, for each of a word's four; None where that is left to Triton."""
+    """Assembly that unpacks two numbers for rows like x, for each of a word's four; None leaves that to Triton."""
     if x.device.type != "cuda" or torch.version.cuda is None:
         return None
-    # Where the three lower bits go, and the number that is 2^126 or 2^14.
+    # Where the three lower bits go, and the factor 2^126 or 2^14.
     place, kind, scale = (6, "bf16x2", 0x7E80) if x.dtype == torch.bfloat16 else (9, "f16x2", 0x7400)
     twice, sign = 0x10001, 0x80008000
     parts = []

@@ -1,10 +1,10 @@
-"""Which models take the fused pass of `block.py`, told from an `nn.Module` and what it asks of attention.
+"""Recognises models that the fused pass of `block.py` can run, from an `nn.Module` and its calls of attention.
 
-Most models are the same block. They are known by their parts and by what these compute, not by their names: every
-module and weight that the block has no place for is a reason to let transformers' own code run, as it does for all
-other models. What the model's own code asks of attention (heads, scale, window, softcap) is taken from a pass of it.
+Most models are the same block. They are recognised by their parts and by what these compute, not by their names: any
+module or weight that the block has no place for makes transformers' own code run, as it does for all other models. What
+the model's code asks of attention (heads, scale, window, softcap) is taken from a pass of it.
 
-Parts do not tell all that a model's code does with them (a factor, a layer without rotation): that takes a trial
+Parts do not show everything that a model's code does with them (a factor, a layer without rotation): that takes a trial
 (`trial.py`). A model must not be moved or cast afterwards; its weights are in use.
 """
 
@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.elementwise import Activation, FusedNorm
-from eyas.kernels.linear.packed_linear import LinearKernel, PackedLinear, pack
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from eyas.kernels.linear.embedding_table import QuantisedEmbedding, table_of
+from eyas.kernels.linear.served_linear import CompiledLinear
 from eyas.kernels.llama.block import (
     DecoderLayer,
     FusedLlama,
@@ -35,21 +35,20 @@ from eyas.kernels.llama.block import (
     join,
 )
 from eyas.kernels.llama.cpu import LlamaSizes
-from eyas.kernels.llama.experts import ClampedSwiglu, Experts, PlainExperts, Router, Routes
-from eyas.kernels.llama.mxfp4_experts import FourBitExperts, Mxfp4Experts
-from eyas.kernels.llama.packed_experts import CompiledExperts, PackedExperts
+from eyas.kernels.llama.experts import ClampedSwiglu, Experts, PlainExperts, Router, Routes, ServedExperts
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""How far what a norm gives may lie from what is expected of it, relative to its length."""
+"""How far a norm's output may differ from the expected one, relative to its length."""
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""transformers' names of rotations whose frequencies do not depend on how long a sequence is."""
+"""transformers' names of rotations whose frequencies do not depend on the sequence length."""
 
 
 @torch.inference_mode(False)  # joined weights outlive the caller's mode
 @torch.no_grad()
 def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
-    """The fused pass over the weights of a model, or `NotLlamaError`; whether it is right is for `trial.py` to tell.
+    """Build the fused pass over the weights of a model, or raise `NotLlamaError`; `trial.py` decides whether it is
+    right.
 
     `calls` is what every layer asks of attention.
     """
@@ -63,7 +62,7 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
             raise NotLlamaError(f"its weights are of several {what}: {', '.join(sorted(map(str, found)))}")
     if weights[0].dtype not in DTYPES:
         raise NotLlamaError(f"its weights are {weights[0].dtype}")
-    compiled = any(isinstance(module, PackedLinear | QuantisedLinear) for module in model.modules())
+    compiled = any(isinstance(module, CompiledLinear) for module in model.modules())
     if compiled and weights[0].dtype != torch.float32:
         raise NotLlamaError(f"its products read and write float32, and its other weights are {weights[0].dtype}")
     _expect(model, "model", "lm_head")
@@ -80,7 +79,7 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
         raise NotLlamaError("its layers differ in size")
     norm = partial(_norm, dtype=weights[0].dtype)
     blocks = [_block(*each, sizes, norm) for each in zip(decoder.layers, calls, rotation_of, strict=True)]
-    embedding_VD, last_norm, head = _embedding(decoder.embed_tokens), norm(decoder.norm), _join(model.lm_head)
+    embedding_VD, last_norm, head = table_of(decoder.embed_tokens), norm(decoder.norm), _join(model.lm_head)
     scale, softcap = _embedding_scale(decoder.embed_tokens), getattr(model.config, "final_logit_softcapping", None)
     ends = ends_in_one_call(embedding_VD, last_norm, head) if scale is None and softcap is None else None
     return FusedLlama(
@@ -97,7 +96,7 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
 
 
 def _expect(module: nn.Module, *names: str) -> None:
-    """Refuse a module that does not consist of these parts, or has weights besides."""
+    """Refuse a module that has other parts or weights than these."""
     children = [(name, part) for name, part in module.named_children() if not isinstance(part, nn.Dropout)]
     own = (*children, *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     odd = {name for name, _ in own} ^ set(names)
@@ -107,17 +106,12 @@ def _expect(module: nn.Module, *names: str) -> None:
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether it may be a norm; the weights of those may be of a finer type than all else."""
+    """Whether it may be a norm; norm weights may have a finer dtype than the others."""
     return [name for name, _ in module.named_parameters()] == ["weight"] and module.weight.ndim == 1
 
 
-def _embedding(embedding: Any) -> Tensor | QuantisedEmbedding:
-    """The table."""
-    return embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
-
-
 def _embedding_scale(embedding: nn.Module) -> Tensor | None:
-    """What an embedding multiplies its rows by."""
+    """The factor that an embedding module applies."""
     if isinstance(embedding, QuantisedEmbedding):
         return None if embedding.scale is None else torch.tensor(embedding.scale)
     if type(embedding) is nn.Embedding:
@@ -133,7 +127,7 @@ def _embedding_scale(embedding: nn.Module) -> Tensor | None:
 
 
 def _rotations(decoder: Any, config: Any) -> tuple[list[Rotary], list[int]]:
-    """The rotations of a model, and which of them each layer has."""
+    """The rotations of a model, and each layer's index among them."""
     rotary, layers = decoder.rotary_emb, len(decoder.layers)
     if "layer_type" not in inspect.signature(rotary.forward).parameters:
         return [_rotation(rotary, rotary, getattr(rotary, "rope_type", None))], [0] * layers
@@ -155,14 +149,14 @@ def _rotations(decoder: Any, config: Any) -> tuple[list[Rotary], list[int]]:
 
 
 def _rotation(call: Rotary, module: nn.Module, rope_type: object, prefix: str = "") -> Rotary:
-    """One rotation. Its angles are told where they do not depend on how long a sequence is."""
+    """One rotation, with its frequencies if they do not depend on the sequence length."""
     frequency_F = getattr(module, f"{prefix}inv_freq", None)
     scale = getattr(module, f"{prefix}attention_scaling", None)
     if isinstance(frequency_F, torch.Tensor):
         probe = frequency_F.new_zeros(1, 1)
         angles: object = call(probe, position_ids=probe.long())
         if not isinstance(angles, tuple) or len(angles) != 2:  # DeepSeek V2 has complex numbers
-            raise NotLlamaError(f"{type(module).__name__} gives no cosines and sines")
+            raise NotLlamaError(f"{type(module).__name__} does not return cosines and sines")
         if angles[0].shape[-1] == len(frequency_F):
             call = partial(_for_both_halves, call)
     if (
@@ -175,7 +169,7 @@ def _rotation(call: Rotary, module: nn.Module, rope_type: object, prefix: str = 
 
 
 def _for_both_halves(call: Rotary, like: Tensor, *, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """A rotation whose module gives the angles of one half of a head, which are those of the other."""
+    """A rotation whose module returns the angles of half a head; the other half has the same."""
     cos, sin = call(like, position_ids=position_ids)
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
@@ -197,12 +191,12 @@ def _activation_name(mlp: nn.Module) -> str:
 
 
 def _output_norms(layer: nn.Module) -> bool:
-    """Whether a layer norms what it adds to the state, too; then the norm behind attention is of what it adds."""
+    """Whether a layer also norms its outputs; then the norm after attention applies to the attention output."""
     return _is_in(layer, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def _sizes(layer: Any, call: AttentionCall, *, rotary_dim: int) -> LlamaSizes:
-    """Look a layer over."""
+    """Check a layer and return its sizes."""
     more = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if _output_norms(layer) else ()
     _expect(layer, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", *more)
     attention = layer.self_attn
@@ -228,12 +222,12 @@ def _sizes(layer: Any, call: AttentionCall, *, rotary_dim: int) -> LlamaSizes:
 
 
 def _intermediate(mlp: Any) -> int:
-    """Look a feed-forward without experts over: how many gates it has."""
+    """Check a dense feed-forward and return its number of gates."""
     gates = _gate_names(mlp)
     _expect(mlp, *gates, "down_proj", _activation_name(mlp))
     inner = int(mlp.down_proj.in_features)
     if [getattr(mlp, name).out_features for name in gates] not in ([2 * inner], [inner, inner]):
-        raise NotLlamaError("its gates and what they gate differ in size")
+        raise NotLlamaError("its gate and up projections differ in size")
     return inner
 
 
@@ -279,25 +273,13 @@ def _experts(mlp: Any) -> Experts:
     router, interleaved = _router(getattr(mlp, router_name)), not getattr(experts, "is_concatenated", True)
     clamps = hasattr(experts, "alpha") and hasattr(experts, "limit")
     if not clamps and not hasattr(experts, "act_fn"):
-        raise NotLlamaError(f"{type(experts).__name__} does not say what opens its gates")
+        raise NotLlamaError(f"{type(experts).__name__} does not name its activation")
     gating = ClampedSwiglu(float(experts.alpha), float(experts.limit)) if clamps else _activation(experts.act_fn)
-    if type(experts) is PackedExperts:
-        router = router if experts.kernel is None else _packed(router, experts.kernel)
-        return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=experts.products)
-    if type(experts) is Mxfp4Experts:
-        gate_up, down = experts.gate_up, experts.down
-        shapes = (down.outputs, down.inputs), router.weight_ED.shape
-        if shapes != ((gate_up.inputs, gate_up.outputs // 2), (gate_up.count, gate_up.inputs)):
+    if isinstance(experts, ServedExperts):
+        fused = experts.fused(router, interleaved=interleaved, gating=gating)
+        if fused is None:
             raise NotLlamaError("its experts and their router differ in size")
-        return FourBitExperts(
-            router=router,
-            interleaved=interleaved,
-            gating=gating,
-            gate_up=gate_up,
-            gate_up_bias_EG=None if experts.gate_up_proj_bias is None else experts.gate_up_proj_bias.detach(),
-            down=down,
-            down_bias_ED=None if experts.down_proj_bias is None else experts.down_proj_bias.detach(),
-        )
+        return fused
     has_bias = hasattr(experts, "gate_up_proj_bias")
     biases = ("gate_up_proj_bias", "down_proj_bias") if has_bias else ()
     _expect(experts, "gate_up_proj", "down_proj", *biases, *(() if clamps else ("act_fn",)))
@@ -317,18 +299,8 @@ def _experts(mlp: Any) -> Experts:
     )
 
 
-def _packed(router: Router, kernel: LinearKernel) -> Router:
-    """The router with its product in panels like those of its experts; a second copy, of a small matrix."""
-    outputs, inputs = router.weight_ED.shape
-    linear = nn.Linear(inputs, outputs, bias=router.bias_E is not None, device="meta")
-    linear.weight = nn.Parameter(router.weight_ED, requires_grad=False)
-    if router.bias_E is not None:
-        linear.bias = nn.Parameter(router.bias_E, requires_grad=False)
-    return replace(router, packed=pack(kernel, [linear])[0])
-
-
 def _outputs_first(weights: nn.Parameter, transposed: bool) -> Tensor:
-    """The weights of experts [E, outputs, inputs]. An output's lie side by side, and the module has a view of them."""
+    """The weights of experts [E, outputs, inputs], each output's contiguous; the module keeps a view of them."""
     if weights.ndim != 3:
         raise NotLlamaError(f"its experts have weights of shape {tuple(weights.shape)}")
     found = weights.detach().transpose(1, 2) if transposed else weights.detach()
@@ -339,7 +311,7 @@ def _outputs_first(weights: nn.Parameter, transposed: bool) -> Tensor:
 
 
 def _router(router: Any) -> Router:
-    """The router that chooses as a module does; whose weights add up to 1 or do not, whichever comes nearer."""
+    """The router that matches a module, with weights that add up to 1 or do not, whichever is nearer."""
     has_bias, name = getattr(router, "bias", None) is not None, type(router).__name__
     _expect(router, "weight", *(("bias",) if has_bias else ()))
     weight_ED = router.weight.detach()
@@ -350,10 +322,10 @@ def _router(router: Any) -> Router:
         _, weight_NK, expert_NK = router(x_ND)
         right = weight_NK.shape == expert_NK.shape == (len(x_ND), expert_NK.shape[-1])
         right = right and weight_NK.is_floating_point() and not expert_NK.is_floating_point()
-    except Exception as error:  # it may be called otherwise, in any way
-        raise NotLlamaError(f"{name} does not take rows alone: {error}") from error
+    except Exception as error:  # its signature may be anything
+        raise NotLlamaError(f"{name} cannot be called with rows alone: {error}") from error
     if not right:
-        raise NotLlamaError(f"{name} does not give scores, weights and experts")
+        raise NotLlamaError(f"{name} does not return scores, weights and experts")
     several = [
         Router(
             weight_ED=weight_ED,
@@ -378,7 +350,7 @@ def _activation(module: Any) -> Activation:
 
 
 def _norm(*norms: Any, dtype: torch.dtype) -> FusedNorm:
-    """One norm of numbers of a type, or one for each of several heads."""
+    """Recognise one norm, or one for each of several heads."""
     fused = {norm: _one_norm(norm, dtype) for norm in norms}
     if len({one.eps for one in fused.values()}) > 1:
         raise NotLlamaError("its norms of heads have several epsilons")
@@ -387,14 +359,14 @@ def _norm(*norms: Any, dtype: torch.dtype) -> FusedNorm:
 
 
 def _one_norm(norm: Any, dtype: torch.dtype) -> FusedNorm:
-    """The norm that computes what a module computes, with its weight or with one more than that.
+    """The norm that matches a module, with its weight or with its weight plus one.
 
-    Some round before the weight and some behind it: the nearest is taken.
+    Some round before the weight and some after it: the nearest is taken.
     """
     _expect(norm, "weight")
     epsilons = [getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)]
     if len(epsilons) != 1 or not isinstance(epsilons[0], float):
-        raise NotLlamaError(f"{type(norm).__name__} does not say what it adds to the mean of squares")
+        raise NotLlamaError(f"{type(norm).__name__} does not name its epsilon")
     weight = norm.weight.detach()
     sizes = torch.tensor([3.0, 1.0, 1e-2, 1e-3])
     x_ND = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes[:, None]
@@ -404,7 +376,7 @@ def _one_norm(norm: Any, dtype: torch.dtype) -> FusedNorm:
     errors = [float((one(x_ND).float() - given_ND).norm() / given_ND.norm().clamp(min=1e-30)) for one in several]
     error, one = min(zip(errors, several, strict=True), key=lambda pair: pair[0])
     if not error <= NORM_ERROR[dtype]:
-        raise NotLlamaError(f"{type(norm).__name__} is no RMSNorm: it is off by {error:.1e} of its length")
+        raise NotLlamaError(f"{type(norm).__name__} is not an RMSNorm: it differs by {error:.1e} of its length")
     return one
 
 

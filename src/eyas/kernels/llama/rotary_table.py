@@ -1,7 +1,6 @@
-"""Rotations by position, worked out once: for a pass of few tokens, to work them out takes longer than to look them up.
+"""Cosines and sines by position, computed once: in a short pass, computing them takes longer than looking them up.
 
-Shapes: N tokens, K numbers of a head that are rotated, T positions,
-B rotations.
+Shapes: N tokens, K rotary dim, T positions, B rotations.
 """
 
 from collections.abc import Callable
@@ -17,24 +16,24 @@ Rope = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 
 class RotaryTable:
-    """Cosines and sines of the rotation, worked out once for every position, and as far as they were asked for."""
+    """Cosines and sines of every position up to the largest one asked for."""
 
     def __init__(self, rope: Rope) -> None:
         self._rope = rope
         self.cos_TK, self.sin_TK = self._worked_out(FIRST_POSITIONS)
 
     def at(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of positions, [N, K]."""
+        """Cosines and sines [N, K] at these positions."""
         self.reach(1 + int(position_N.max()))
         return self.cos_TK.index_select(0, position_N), self.sin_TK.index_select(0, position_N)
 
     def reach(self, positions: int) -> None:
-        """Have so many."""
+        """Extend the table to this many positions."""
         if positions > len(self.cos_TK):
             self.cos_TK, self.sin_TK = self._worked_out(2 * positions)
 
     def forget(self) -> None:
-        """Have as many as at first."""
+        """Shrink to the initial size."""
         self.cos_TK, self.sin_TK = self._worked_out(FIRST_POSITIONS)
 
     def _worked_out(self, count: int) -> tuple[Tensor, Tensor]:
@@ -47,14 +46,14 @@ Turns = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class RotaryWindow:
-    """Cosines and sines of the next positions, for a request that decodes alone; a table of all would take memory."""
+    """Cosines and sines of the next positions, for a request that decodes alone; a whole table would take memory."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._first = turns, 0
         self._window: tuple[Tensor, Tensor] | None = None
 
     def at(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Those of so many positions, no more than `NEXT_POSITIONS`, from the first on: [B, N, K]."""
+        """Cosines and sines [B, N, K] of `count` positions from `first` on, at most `NEXT_POSITIONS`."""
         start = first - self._first
         if self._window is None or start < 0 or start + count > NEXT_POSITIONS:
             self._window = self._turns(torch.arange(first, first + NEXT_POSITIONS))

@@ -1,25 +1,23 @@
-"""The proof that a fused pass may stand in for a model's own code: a trial of both over a few random tokens.
+"""Proves that a fused pass computes what a model's own code computes: a trial of both over a few random tokens.
 
-The invariant, a fused pass that was handed out is right, rests on two halves:
-
-    each layer alone   given the model's own states before it, gives the model's own behind it, for every token; so do
-                       the embedding, and norm and head
-    all layers         one behind the other give the model's own states and logits, for most tokens
+    each layer alone   given the model's own states before it, returns the model's own states after it, for every token;
+                       likewise the embedding, and norm and head
+    all layers         in sequence return the model's own states and logits, for most tokens
 
 Experts are those that the model's own router chose: where two scores nearly tie, rounding decides between them, and in
-half precision some do in every layer. Our routers are tried by themselves, on what the model's own were given.
+half precision that happens in every layer. Routers are tried separately, on the inputs of the model's own.
 
-Alone, because single tokens cannot be judged behind many layers: where a state is about to grow a hundredfold, as some
-token's does in many models, the rounding of all layers before decides how far it gets, and in half precision the
-model's own code lies as far from itself in float32. All, because layers that are right may follow each other wrongly.
+Each layer alone, because single tokens cannot be judged after many layers: where a state is about to grow a
+hundredfold, as some token's does in many models, the rounding of all earlier layers decides how far it grows, and in
+half precision the model's own code is as far from its own float32 result. All layers, because correct layers may be in
+the wrong order.
 
-Within a layer rounding may decide as well: keys of Qwen2.5's first layer have biases of 354, where the numbers of
-bfloat16 are 2 apart, and one that is rounded the other way moves what all tokens attend to. So where single tokens are
-off behind a layer, the model's own code runs that layer in float32 too, and it is enough that ours is not further from
-that than the model's own is in half precision: on average, and at worst. Not token by token: whose rounding hits which
-token is chance.
+Rounding may decide within a layer, too: keys of Qwen2.5's first layer have biases of 354, where bfloat16 numbers are 2
+apart, and one that is rounded the other way changes what all tokens attend to. So where single tokens are off after a
+layer, the model's own code runs that layer in float32 too, and it suffices that ours is not further from that than the
+model's own half-precision result, on average and at worst. Not token by token: which token is hit is chance.
 
-Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, C slots of a layer, G key heads, K head
+Shapes: N tokens of a pass, M requested logits, V vocabulary, D hidden size, C slots of a layer, G key heads, K head
 dim.
 """
 
@@ -40,27 +38,27 @@ from eyas.kernels.llama.block import DecoderLayer, FusedLlama, KVLayers, NotLlam
 from eyas.kernels.llama.experts import Experts, Routes
 
 BLOCKS, BLOCK_SIZE = 8, 4
-"""What the passes of a trial are laid out for."""
+"""The layout of the trial's passes."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-"""How far most tokens' states may lie from the model's own behind the embedding, relative to their length; behind k
-layers sqrt(1 + k) times as far. Rounding errors of layers are independent and add up like that; a layer that computes
-anything else is further off at once."""
+"""How far most tokens' states may be from the model's own after the embedding, relative to their length; after k layers
+sqrt(1 + k) times as far. Rounding errors of layers are independent and add up like that; a layer that computes anything
+else is further off at once."""
 QUANTISED_TOLERANCE, QUANTISED_TOGETHER = 4e-3, 2e-2
-"""The same where products quantise what they read to 8 bits, behind one layer and behind several: the last bit of a
-float32 may decide between two of 255 values. That is rare within a layer, and behind thirty of them it has happened to
+"""Tolerances for products that round float32 inputs to 8 bits, after one layer and after several: the last bit of a
+float32 may decide between two of 255 values. That is rare within a layer, and after thirty layers it has happened to
 every token."""
 PHASED_TOLERANCE = 4e-2
-"""The same where products of 16-bit rows have weights of 4 bits, by other kernels for prompts than for decoding."""
+"""Tolerance for 4-bit weights and 16-bit inputs, where prompts and decoding have different kernels."""
 ROUNDED_TOLERANCE = 8e-2
-"""The same where products round 16-bit rows to 8 bits. Numbers that differ in the last of 16 bits then differ by an
-eighth, some of them, and that makes others differ: in random layers of 8B and fp8 by 5 % behind one, by 33 % behind
-all. So much hides a lot, which is why such passes are tried with rows as they are first."""
+"""Tolerance for products that round 16-bit inputs to 8 bits. Inputs that differ in the last of 16 bits may then differ
+by an eighth, which spreads: in random layers of 8B and fp8 by 5 % after one, by 33 % after all. That hides a lot, so
+such passes are first tried without rounding."""
 UNSTABLE = 7.0
-"""How many times as far any single token may lie behind one layer: some tokens amplify rounding within a layer too,
-where what its attention adds decides what its gates let through."""
+"""How many times as far any single token may be after one layer: some tokens amplify rounding within a layer, too,
+where the attention output decides what its gates let through."""
 NO_WORSE, NO_WORSE_AT_WORST = 1.5, 3.0
-"""How many times as far as the model's own its tokens may lie from what the model's own code gives in float32: on
-average, and the one that is furthest off beside the furthest of the model's own."""
+"""How many times as far from the model's own float32 result our tokens may be than those of the model's own code: on
+average, and the furthest of ours beside the furthest of theirs."""
 
 
 class Routed(NamedTuple):
@@ -71,27 +69,27 @@ class Routed(NamedTuple):
 
 
 class OwnOutput(NamedTuple):
-    """What a model's own code gave for the tokens of a pass."""
+    """What a model's own code computed for the tokens of a pass."""
 
     states: Sequence[Tensor]
-    """[N, D] before every layer and behind the last."""
+    """Hidden states [N, D] before every layer and after the last."""
     logits_MV: Tensor
     routed: Mapping[int, Routed]
-    """What routers did in the layers that have some."""
+    """What the model's own routers did, by layer."""
     precise: Mapping[int, Tensor]
-    """Behind layers that this was asked of, by their number: what they give in float32 of the state before [N, D]."""
+    """By layer, where it was asked for: the float32 output [N, D] for the state before the layer."""
 
 
 class OwnForward(Protocol):
     """A model's own code.
 
-    It remembers keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE.
+    It keeps keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE.
     """
 
     def __call__(
         self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor, precisely: Collection[int]
     ) -> OwnOutput:
-        """Run the tokens of a pass; logits are asked for behind some, and some layers in float32 as well."""
+        """Run the tokens of a pass; return logits after some of them, and run some layers in float32 as well."""
         ...
 
 
@@ -101,11 +99,11 @@ class SingleTokensError(NotLlamaError):
     def __init__(self, message: str, layers: Collection[int]) -> None:
         super().__init__(message)
         self.layers = layers
-        """Behind which they are not."""
+        """The numbers of the layers after which they are wrong."""
 
 
 def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings: int | None) -> None:
-    """Refuse a fused pass that is not the model's own."""
+    """Refuse a fused pass that differs from the model's own."""
     if fused.rounds_rows:
         with rows_kept():
             _require_same(fused, own, max_position_embeddings, rounds_rows=False)
@@ -118,7 +116,7 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             _require_same(fused, own, max_position_embeddings, rounds_rows=fused.rounds_rows, precisely=off.layers)
         except NotLlamaError:
             raise
-        except Exception as why:  # a layer in float32 may not run, or not fit: then nothing speaks for the pass
+        except Exception as why:  # a layer in float32 may not run, or not fit: then there is no evidence for the pass
             raise off from why
 
 
@@ -131,13 +129,13 @@ def _require_same(
     rounds_rows: bool,
     precisely: Collection[int] = (),
 ) -> None:
-    """Refuse a fused pass that is not the model's own: two chunks of one request, then three tokens beside another's.
+    """Refuse a fused pass that differs from the model's own: two chunks of one request, then three tokens beside
+    another's.
 
-    Where short passes run by kernels of their own, one, three, four and ten tokens follow; where decoding does, the
-    second time is decoding.
-    Most of them read what an earlier pass has cached, so that layers which mix up their caches are off for most.
-    All of it once more at the end of the context: what models do to far positions (other rotations, scores that
-    grow) does not show at the beginning. Where a token lies and what it sees is not told by its position.
+    If short passes have kernels of their own, one, three, four and ten tokens follow; if decoding has, the second time
+    is decoding. Most of them read what an earlier pass has cached, so that layers which mix up their caches are off for
+    most. All of it runs once more at the end of the context: what models do to far positions (other rotations, scores
+    that grow) does not show at the beginning. Blocks and visibility do not follow from positions.
     """
     one, other = (2, 0, 3, 4, 6, 5, 7), (1,)
     passes = [
@@ -198,13 +196,13 @@ def _require_same(
 
 
 def _keys_and_values(fused: FusedLlama, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory of one layer [G, C, K], all zeros."""
+    """Zeros [G, C, K] for one layer."""
     shape = fused.sizes.key_heads, BLOCKS * BLOCK_SIZE, fused.sizes.head_dim
     return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _of_blocks(fused: FusedLlama, blocks: Sequence[DecoderLayer]) -> FusedLlama:
-    """The pass with these blocks alone; states for it to begin with can take the place of its embedding."""
+    """The pass with these blocks only; given states can replace its embedding."""
     compiled = in_one_call(blocks, fused.sizes) if blocks and fused.layers is not None else None
     return replace(fused, blocks=blocks, layers=compiled)
 
@@ -242,7 +240,7 @@ def _states(
     *,
     decoding: bool,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Logits [M, V], and the states [N, D] before every block and behind the last; by a pass that decodes or reads."""
+    """Logits [M, V], and the states [N, D] before every block and after the last."""
     ids = range(len(fused.blocks) + 1)
     logits, aux_NX = fused.forward(ids_N, attention, kv, None if decoding else keep_M, ids)
     assert aux_NX is not None
@@ -250,13 +248,14 @@ def _states(
 
 
 class Errors:
-    """How far each token of a trial lies from the model's own, behind every layer."""
+    """How far each token of a trial is from the model's own, after every layer."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, int], list[Tensor]] = {}
-        """By what and behind how many layers: errors [N]."""
+        """By quantity and number of layers: errors [N]."""
         self._precise: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
-        """Where the model's own is known in float32: how far ours and the model's own lie from that, [N] each."""
+        """Where the model's own float32 result is known: the distances of ours and of the model's own from it, [N]
+        each."""
 
     def add(
         self,
@@ -268,10 +267,10 @@ class Errors:
         before: Tensor | None = None,
         precise: Tensor | None = None,
     ) -> None:
-        """Take some tokens [N, ...] behind so many layers; `before` is what their last layer was given.
+        """Add tokens [N, ...] after so many layers; `before` is the input of their last layer.
 
-        Errors are parts of the longer one: where a layer makes a state shorter, rounding is that of the long one.
-        `precise` is what the model's own code gives in float32.
+        Errors are relative to the longer of the two: where a layer shortens a state, rounding is that of the long one.
+        `precise` is the model's own float32 result.
         """
         length_N = theirs.float().norm(dim=-1).clamp(min=1e-30)
         if before is not None:
@@ -282,7 +281,7 @@ class Errors:
             self._precise.setdefault((what, layers), []).append(both)
 
     def judge(self, tried: str, allowed_behind: Callable[[int], float], *, single: float = inf) -> None:
-        """Refuse a pass of which most tokens are off, or one by `single` times as much."""
+        """Refuse a pass if most tokens are off, or one of them by `single` times the limit."""
         singles: list[tuple[int, str]] = []
         for (what, layers), errors in self._of.items():
             error_N, allowed = torch.cat(errors), allowed_behind(layers)
@@ -293,7 +292,7 @@ class Errors:
                 if error <= limit:
                     continue  # a NaN is not
                 message = (
-                    f"a trial of {tried} gave other {what} behind {layers} layers, by {error:.1e} of their length "
+                    f"a trial of {tried} gave other {what} after {layers} layers, by {error:.1e} of their length "
                     f"for {tokens} of the tokens ({limit:.1e} allowed)"
                 )
                 if tokens == "most":
@@ -304,7 +303,7 @@ class Errors:
             raise SingleTokensError(singles[0][1], {layers for layers, _ in singles})
 
     def _worse(self, what: str, layers: int) -> str | None:
-        """What speaks against tokens that are off behind so many layers; None, if the model's own are as much so."""
+        """Why tokens that are off after so many layers count; None if the model's own are as far off."""
         if (what, layers) not in self._precise:
             return ""
         ours_N, theirs_N = map(torch.cat, zip(*self._precise[what, layers], strict=True))
@@ -314,12 +313,12 @@ class Errors:
         if mean <= NO_WORSE * their_mean and worst <= NO_WORSE_AT_WORST * their_worst:
             return None
         return (
-            f"; from float32 they lie {mean:.1e} on average and {worst:.1e} at worst, those of the model's own code "
+            f"; their distance from float32 is {mean:.1e} on average and {worst:.1e} at worst, that of its own code "
             f"{their_mean:.1e} and {their_worst:.1e}"
         )
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """How far tokens [N, ...] lie apart [N]."""
+    """Distances [N] between tokens [N, ...]."""
     apart_N: Tensor = (one.float() - other.float()).norm(dim=-1)
     return apart_N

@@ -1,18 +1,16 @@
 """A target's fused pass on a GPU.
 
-A decoding step multiplies a few tokens, and then every small operation takes as long as its launch. So all that is done
-to a number between two products is done in one kernel (`block_triton.py`).
+A decoding step multiplies few tokens, and then every small operation takes as long as its launch. So everything between
+two products is one kernel (`block_triton.py`).
 
-For very few tokens the products, too, are kernels of ours, and add, norm and gate are parts of them
-(`kernels/linear/few_rows_triton.py`), where the weights are plain. Experts have kernels of their own at any number
-(`experts_triton.py`).
+For very few tokens, products of plain weights are kernels of their own with add, norm and gate fused
+(`kernels/linear/few_rows_triton.py`). Experts have kernels of their own for any number of tokens (`experts_triton.py`).
 
-Invariant, as in `block.py`: every number is rounded where transformers rounds it. Whether that holds is tried before
-a model is served so (`trial.py`).
+Invariant, as in `block.py`: every number is rounded where transformers rounds it. A trial checks that before a model is
+served (`trial.py`).
 
-Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
-heads, K head dim, R numbers of a head that are rotated, E outputs of a product, X concatenated auxiliary
-states.
+Shapes: N tokens of a pass, M requested logits, V vocabulary, D hidden size, I intermediate size, H query heads, G key
+heads, K head dim, R rotary dim, E outputs of a product, X concatenated auxiliary states.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +36,11 @@ from eyas.kernels.llama.block import (
     FusedLlama,
     GatedMlp,
     KVLayers,
-    PhasedProduct,
     PlainProduct,
     Product,
+    ServedProduct,
     StaticRotary,
+    gpu_linear,
 )
 from eyas.kernels.llama.block_triton import add_norm, cos_sin, embed, gate, launch_add_norm, rotate
 from eyas.kernels.llama.experts import Experts, PlainExperts, Router, Routes
@@ -61,13 +60,12 @@ class TritonLlama(FusedLlama):
         aux_layer_ids: Sequence[int] = (),
         logits_out_MV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `FusedLlama.forward`."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
         turns = self._turns_of(x_ND, attention.metadata.position_N)
         if 0 < len(x_ND) <= self.few_rows:
             x_ND, more_ND = self._run_few(x_ND, turns, attention, kv, states)
         else:
-            # Who wants logits behind all of its tokens decodes or verifies: prompts want those behind their last.
+            # Logits after all tokens mean decoding or verification: prompts need those after their last token.
             x_ND, more_ND = self._run_blocks(x_ND, turns, attention, kv, states, decoding=keep_M is None)
         normed_ND = add_norm(x_ND, more_ND, self.blocks[-1].mlp_output_norm if self.blocks else None, self.norm)
         if len(self.blocks) in states:
@@ -77,12 +75,11 @@ class TritonLlama(FusedLlama):
         return self._logits(normed_ND, logits_out_MV), aux_NX
 
     def _embed(self, ids_N: Tensor) -> Tensor:
-        """Embeddings [N, D]."""
         assert isinstance(self.embedding_VD, Tensor)
         return embed(ids_N, self.embedding_VD)
 
     def _turns_of(self, x_ND: Tensor, position_N: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cosines and sines [N, R] of every rotation: in one launch where a module of its own would take ten."""
+        """Cosines and sines [N, R] of every rotation: in one launch instead of the ten of a model's own module."""
         turns = []
         for rotary in self.rotations:
             if isinstance(rotary, StaticRotary):
@@ -93,11 +90,11 @@ class TritonLlama(FusedLlama):
         return turns
 
     def with_few_rows(self) -> Self | None:
-        """The same with kernels of their own for passes of few tokens; None where a product is none of theirs."""
+        """A copy with kernels of their own for passes of few tokens; None if a product has none."""
         products = [x for block in self.blocks for x in (block.qkv, block.output)]
         for block in self.blocks:
             products += [block.mlp.gate_up, block.mlp.down] if isinstance(block.mlp, GatedMlp) else []
-        if all(isinstance(x, PhasedProduct) for x in products):
+        if all(isinstance(x, ServedProduct) for x in products):
             return replace(self, head=FewRowsProduct(self.head))  # they have such kernels themselves
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
@@ -114,7 +111,7 @@ class TritonLlama(FusedLlama):
         *,
         decoding: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Take x through all blocks; what the last adds is not added yet."""
+        """Run x through all blocks; the last block's output is not added yet."""
         tokens, sizes, slot_N = len(x_ND), self.sizes, attention.metadata.slot_mapping_N
         qkv_NE = x_ND.new_empty(tokens, (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim)
         q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
@@ -151,10 +148,10 @@ class TritonLlama(FusedLlama):
         *,
         decoding: bool,
     ) -> Tensor:
-        """What the gates add; both memories are written to."""
+        """Compute the feed-forward output; both buffers are overwritten."""
         if not (decoding and _norm_product(mlp.gate_up, *fed, gate_up)):
             normed_ND = add_norm(*fed)
-            if isinstance(mlp.gate_up, PhasedProduct):
+            if isinstance(mlp.gate_up, ServedProduct):
                 self._product(mlp.gate_up, normed_ND, gate_up, decoding=decoding)
             else:
                 mlp.gate_up(normed_ND, gate_up)
@@ -170,7 +167,6 @@ class TritonLlama(FusedLlama):
         return mixture(experts, x_ND, self.routes(experts, x_ND))
 
     def routes(self, experts: Experts, x_ND: Tensor) -> Routes:
-        """Which experts rows go to."""
         router = experts.router
         if not isinstance(router, Router):
             return router(x_ND)
@@ -179,8 +175,8 @@ class TritonLlama(FusedLlama):
     def _product(
         self, product: Product, x_ND: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False
     ) -> Tensor:
-        """As `Product`, by the kernel for few rows where that is the faster one, or by that for decoding."""
-        if isinstance(product, PhasedProduct):
+        """Multiply by the kernel for few rows where that is faster, or by that for decoding."""
+        if isinstance(product, ServedProduct):
             return product.decode(x_ND, out_NE) if decoding else product(x_ND, out_NE)
         return FewRowsProduct(product)(x_ND, out_NE) if self.few_rows else product(x_ND, out_NE)
 
@@ -192,15 +188,17 @@ class TritonLlama(FusedLlama):
         kv: KVLayers,
         states: Mapping[int, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """As `_run_blocks`, for a few tokens."""
+        """`_run_blocks` for a few tokens."""
         tokens, sizes, slot_N = len(x_ND), self.sizes, attention.metadata.slot_mapping_N
         q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
-        spare_ND = torch.empty_like(x_ND)  # x + more goes to the one of two that x is not in
+        spare_ND = torch.empty_like(x_ND)  # x + more goes to whichever of the two x is not in
 
         def prepared(
             more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm, kept_ND: Tensor | None
         ) -> tuple[Tensor, Tensor | None, FusedNorm | None, Tensor | None]:
-            """What a product reads and does to it first. What is normed before it is added is not for its kernel."""
+            """The input of a product and what its kernel does to it first. A norm before the addition takes a kernel of
+            its own.
+            """
             if more_norm is None and fuses_norm(*x_ND.shape):
                 return x_ND, more_ND, norm, kept_ND
             normed_ND = add_norm(x_ND, more_ND, more_norm, norm)
@@ -221,7 +219,7 @@ class TritonLlama(FusedLlama):
             mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
             more_ND = few_linear(mixed_NHK.reshape(tokens, -1), *plain_weights(block.output))
             mlp, more_norm = block.mlp, block.attention_output_norm
-            if isinstance(mlp, Experts):  # their router and they themselves read the same norm
+            if isinstance(mlp, Experts):  # router and experts read the same norm
                 more_ND = self._mixture(mlp, add_norm(x_ND, more_ND, more_norm, block.mlp_norm))
             else:
                 read_ND, add_ND, norm, _ = prepared(more_ND, more_norm, block.mlp_norm, None)
@@ -236,12 +234,11 @@ class TritonLlama(FusedLlama):
 
 @dataclass(frozen=True, eq=False)
 class FewRowsProduct:
-    """A product, by the kernel for few rows where it is of plain linears and that is the faster one."""
+    """A product that uses the kernel for few rows if its weights are plain and that is faster."""
 
     product: Product
 
     def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """As `Product`."""
         if not isinstance(self.product, PlainProduct):
             return self.product(x_ND, out_NE)
         weight_ED, bias_E = self.product.weight_ED, self.product.bias_E
@@ -265,7 +262,7 @@ def _norm_product(
     norm: FusedNorm,
     out_NE: Tensor,
 ) -> bool:
-    """Add, norm and multiply a decoding pass's rows by 8-bit weights, in two launches; False for other products."""
+    """Add, norm and multiply decoding rows by 8-bit weights in two launches; False for other products."""
     linear = _w8a8(product)
     if linear is None:
         return False
@@ -276,8 +273,8 @@ def _norm_product(
 
 
 def _w8a8(product: Product) -> W8A8Linear | None:
-    """The linear of a product that reads rows in 8 bits on a GPU."""
-    linear = product.linear if isinstance(product, PhasedProduct) else None
+    """The layer of a product that reads 8-bit rows on a GPU."""
+    linear = gpu_linear(product)
     if not isinstance(linear, W8A8Linear) or not linear.rounds_rows or linear.weight_EK.device.type != "cuda":
         return None
     return linear

@@ -1,1 +1,1 @@
-"""Who may do what, and the record of who was refused."""
+"""Access control, and the record of refused requests."""

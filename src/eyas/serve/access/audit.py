@@ -1,7 +1,7 @@
-"""One log line and one count for every refusal, whoever refused: a router, a middleware or an endpoint.
+"""One log line and one count for every refused request, whether a router, a middleware or an endpoint refused it.
 
-Endpoints that generate keep their own record of each request (`endpoint.py`); this is for all the rest. Successful
-reads such as /health leave no line.
+Endpoints that generate keep their own record of each request (`endpoints/completions.py`). Successful reads such as
+/health leave no line.
 """
 
 import logging
@@ -19,7 +19,7 @@ from eyas.serve.transport.connection import ResponseWriter
 
 logger = logging.getLogger(__name__)
 UNKNOWN_PATH = "other"
-"""The endpoint of paths that do not exist, so that strangers cannot fill the metrics with names."""
+"""The endpoint label of paths that do not exist, so that strangers cannot fill the metrics with names."""
 MAX_SHOWN = 100
 _RECORDED, _REFUSAL = "eyas.recorded", "eyas.refusal"
 
@@ -31,7 +31,6 @@ class AuditMiddleware:
         self._app, self._metrics, self._routes = app, metrics, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and watch the status of its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -52,10 +51,9 @@ class AuditMiddleware:
                 self._record(scope, status)
 
     def _record(self, scope: Scope, status: int) -> None:
-        refusal, caller = scope.get(_REFUSAL, {}), caller_of(scope)
-        outcome = refusal.get("outcome", str(status))
+        fields: dict[str, Any] = {"outcome": str(status)} | scope.get(_REFUSAL, {})
         path = next((route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE), None)
-        self._metrics.requests.labels(path or UNKNOWN_PATH, outcome).inc()
+        self._metrics.requests.labels(path or UNKNOWN_PATH, fields["outcome"]).inc()
         log_event(
             logger,
             "refused",
@@ -63,14 +61,13 @@ class AuditMiddleware:
             method=scope["method"],
             path=path or scope["path"][:MAX_SHOWN],
             status=status,
-            client=caller.address,
-            key=caller.fingerprint,
-            **(refusal | {"outcome": outcome}),
+            **caller_of(scope).log_fields,
+            **fields,
         )
 
 
 async def refuse(scope: Scope, send: Send, failure: ApiError, **fields: Any) -> None:
-    """Answer with an error from a middleware; `fields` go to the log with it."""
+    """Answer with an error from a middleware; `fields` are logged with it."""
     note_refusal(scope, failure, **fields)
     await ResponseWriter(send, "").fail(failure)
 

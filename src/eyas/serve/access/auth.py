@@ -1,7 +1,4 @@
-"""API keys protect every path but the open ones. Probes carry no keys and see no text.
-
-The web page is open too; it shows nothing until its user enters a key.
-"""
+"""The checks before a request reaches a route: its Host and Origin, then its API key."""
 
 from hashlib import sha256
 from hmac import compare_digest
@@ -15,11 +12,41 @@ from eyas.serve.access.policy import ANY, AccessRules
 from eyas.serve.api_error import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"})
+"""Paths that need no key: probes carry none and see no text, and the web page shows nothing until a key is entered."""
 OPEN_FOLDER = "/page/"
+MAX_SHOWN = 60
+
+
+class HostMiddleware:
+    """Refuses requests with a Host or an Origin that is not allowed.
+
+    Without this, a page in the operator's own browser could use a server without keys: under a name of its own that it
+    lets resolve to 127.0.0.1 (DNS rebinding), or with a request across sites.
+    """
+
+    def __init__(self, app: ASGIApp, access: AccessRules) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if len(headers.getlist("host")) > 1 or not self._access.allows_host(host):
+                fix = "use its address, or start it with --allowed-hosts NAME"
+                message = f"this server is not called {host[:MAX_SHOWN]!r}; {fix}"
+                await refuse(scope, send, ApiError(421, message, field="host", code="unknown_host"), host=host)
+                return
+            if origin is not None and not self._access.allows_origin(origin, host):
+                fix = "start it with --allowed-origins ORIGIN"
+                message = f"web pages of {origin[:MAX_SHOWN]!r} may not call this server; {fix}"
+                failure = ApiError(403, message, field="origin", code="origin_not_allowed")
+                await refuse(scope, send, failure, origin=origin)
+                return
+        await self._app(scope, receive, send)
 
 
 class ApiKeyMiddleware:
-    """Notes who calls, and rejects requests to other than open paths without a valid key, if keys are set."""
+    """Notes the caller, and if keys are set refuses requests without a valid one, except to open paths."""
 
     def __init__(self, app: ASGIApp, access: AccessRules) -> None:
         self._app = app
@@ -31,7 +58,6 @@ class ApiKeyMiddleware:
         self._needs_key = bool(access.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the key and pass the request on."""
         if scope["type"] == "http":
             caller = self._caller(scope)
             set_caller(scope, caller)

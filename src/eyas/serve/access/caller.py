@@ -1,4 +1,4 @@
-"""Who sent a request: the address and, if a known key came with it, the key's digest."""
+"""The sender of a request: the address and, if a known key came with it, the key's digest."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,8 +21,13 @@ class Caller:
 
     @property
     def fingerprint(self) -> str | None:
-        """The key's name in logs: it tells keys apart and gives none away."""
+        """The key's name in logs: it tells keys apart and reveals none."""
         return None if self.key_digest is None else self.key_digest[:8]
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """Address and key, as log lines have them."""
+        return {"client": self.address, "key": self.fingerprint}
 
     def cache_salt(self, given: str | None) -> str | None:
         """The salt of this caller's prefixes: callers with other keys, or other salts of their own, share none."""

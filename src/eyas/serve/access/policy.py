@@ -1,11 +1,12 @@
-"""Who may do what: which keys, names and origins a server accepts, and who may change it.
+"""Access rules: which keys, host names and origins a server accepts, and who may change it.
 
 A server on the loopback address without keys is open to every program of its machine, so it must tell a program's
-request from one that a web page slipped past the browser: by DNS rebinding the Host is a stranger's name, across sites
-the Origin is.
+request from one that a web page slipped past the browser: with DNS rebinding the Host is another name, across sites the
+Origin is.
 """
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -25,16 +26,16 @@ _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/@?#]+")
 
 @dataclass(frozen=True, kw_only=True)
 class AccessRules:
-    """The operator's decisions. By default nothing is asked for, as it suits a server in a process of its own."""
+    """The operator's decisions. By default everything is open, which suits tests and embedded servers."""
 
     api_keys: tuple[str, ...] = ()
-    """Without any, nobody needs one."""
+    """Without any, requests need none."""
     admin_keys: tuple[str, ...] = ()
     """Keys that may also change the server."""
     learn_keys: tuple[str, ...] = ()
-    """Those of all keys that opted in to have their answers kept; `*` for every caller."""
+    """The keys that opted in to have their answers kept; `*` for every caller."""
     open_changes: bool = True
-    """Whether a server without any keys takes changes from everyone."""
+    """Whether a server without any keys accepts changes from everyone."""
     allowed_hosts: tuple[str, ...] | None = None
     """Names that requests may be addressed to, as `host_name` writes them; None for all."""
     allowed_origins: tuple[str, ...] = ()
@@ -67,7 +68,7 @@ class AccessRules:
 
 
 def host_name(header: str) -> str | None:
-    """The name in a Host header, without port, brackets, capitals or last dot; None if it is none."""
+    """The name in a Host header, without port, brackets, capitals or last dot; None if it is not valid."""
     found = _HOST.fullmatch(header.strip().lower())
     return None if found is None else found["v6"] or found["name"].removesuffix(".")
 
@@ -82,10 +83,11 @@ def access_rules(
 ) -> AccessRules:
     """The rules of a server that listens on `host`.
 
-    On loopback without API keys only loopback names are accepted, and whoever can reach it may change it. Elsewhere
+    On loopback without API keys only loopback names are accepted, and every caller may change the server. Elsewhere
     names are checked if some are given, and changes need an administrator's key.
     """
-    api_keys, admin_keys = (tuple(key for key in keys if key) for keys in (api_keys, admin_keys))
+    api_keys = _keys("--api-key", "EYAS_API_KEY", api_keys)
+    admin_keys = _keys("--admin-key", "EYAS_ADMIN_KEY", admin_keys)
     listed = [name for text in allowed_hosts for name in text.replace(",", " ").split()]
     names = []
     for text in listed:
@@ -108,10 +110,20 @@ def access_rules(
     )
 
 
-def with_learning(rules: AccessRules, host: str, learn_keys: Iterable[str]) -> AccessRules:
-    """The same rules for a server that keeps answers to learn from: of those keys that opted in, `*` for all.
+def _keys(option: str, variable: str, given: Iterable[str]) -> tuple[str, ...]:
+    """The keys that were given. An empty one is refused: it would leave a server open that should not be."""
+    keys = tuple(given)
+    if not all(key.strip() for key in keys):
+        raise UserError(f"{option} is empty; give a key, or leave {option} and {variable} out to run without one")
+    if not keys and not os.environ.get(variable, "-").strip():  # which the command line takes for not set
+        raise UserError(f"{variable} is empty; give it a key, or run without one: unset {variable}")
+    return keys
 
-    On loopback without API keys there is one user, the operator: there everybody's are kept unless keys are named.
+
+def with_learning(rules: AccessRules, host: str, learn_keys: Iterable[str]) -> AccessRules:
+    """Add the keys whose answers are kept to learn from; `*` for all.
+
+    On loopback without API keys there is one user, the operator: there all answers are kept unless keys are named.
     """
     keys, known = tuple(key for key in learn_keys if key), {*rules.api_keys, *rules.admin_keys}
     for key in keys:

@@ -1,1 +1,1 @@
-"""From request bodies to engine requests, and from engine outputs to responses."""
+"""Request bodies to engine requests, and engine outputs to responses."""

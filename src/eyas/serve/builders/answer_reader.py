@@ -1,18 +1,17 @@
-"""Answers read as a client of the server gets them and sends them back: content, reasoning and tool calls.
+"""Reads answers as a client of the server gets them: content, reasoning and tool calls.
 
-`eyas data answer` makes the prompts of later turns of it, so that they are what a server would have been asked.
+`eyas data answer` makes the prompts of later turns of them, so that they are what a server would have been asked.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
-from eyas.serve.builders.reasoning import ReasoningSupport
-from eyas.serve.builders.request_builder import template_of
+from eyas.serve.builders.answer_formats import ReasoningSupport, template_of
 from eyas.serve.parsers.base import AnswerParser, ParsedDelta
-from eyas.serve.parsers.harmony import HarmonyReasoning
 from eyas.serve.parsers.registry import AUTO, choose_formats
 from eyas.serve.protocol.completions import Tool
 from eyas.target.chat_template import TEMPLATE_ERRORS, template_message
@@ -31,8 +30,9 @@ class AnswerReader:
         template = template_of(target)
         self._tools, reasoning = choose_formats(template, AUTO, AUTO)
         self._reasoning = ReasoningSupport(tokenizer=target.tokenizer, format=reasoning)
-        # Channels cannot be sent back as text; tags can, and templates that know no field for them look for tags.
-        self._apart = isinstance(reasoning, HarmonyReasoning) or _has_field(template, target)
+        # Templates that know no field for reasoning look for its tags in the text.
+        as_text = reasoning is None or reasoning.readable_as_content
+        self._apart = not as_text or _has_reasoning_field(template, target)
 
     @property
     def thinks(self) -> bool:
@@ -40,27 +40,27 @@ class AnswerReader:
         return self._reasoning.format is not None
 
     def read(self, prompt: Sequence[int], tools: Iterable[Mapping[str, Any]]) -> "ReadAnswer":
-        """Begin to read the answer to a prompt, in which these tools were offered."""
+        """Begin to read the answer to a prompt that offered these tools."""
         offered = _functions(tools)
         tool_parser = self._tools.new_parser(offered, max_calls=None) if self._tools is not None and offered else None
-        parser = self._reasoning.new_parser(prompt, tool_parser)
-        return ReadAnswer(parser, apart=self._apart)
+        return ReadAnswer(self._reasoning.new_parser(prompt, tool_parser), apart=self._apart)
 
 
 class ReadAnswer:
     """One answer, as far as it was read. Special tokens belong to its text."""
 
     def __init__(self, parser: AnswerParser | None, *, apart: bool) -> None:
+        """`apart`: reasoning is a field of the message, not part of its content."""
         self._parser, self._apart = parser, apart
         self._texts: list[str] = []
         self._deltas: list[ParsedDelta] = []
         self.tokens = 0
         self.thinking_tokens = 0
-        """The first of them, up to the last that belongs to reasoning."""
+        """Tokens from the start up to the last one of the reasoning."""
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what was read last is reasoning."""
+        """Whether the newest text is reasoning."""
         return self._parser is not None and self._parser.in_reasoning
 
     def feed(self, text: str) -> None:
@@ -74,27 +74,21 @@ class ReadAnswer:
                 self.thinking_tokens = self.tokens
 
     def message(self) -> dict[str, Any]:
-        """All of it as the assistant's message; nothing can be read behind that."""
+        """The whole answer as the assistant's message. Nothing can be fed afterwards."""
         text = "".join(self._texts)
         if self._parser is None:
             return {"role": "assistant", "content": text}
         self._deltas.append(self._parser.feed("", last=True))
-        calls = self._parser.calls
+        calls = [call.message for call in self._parser.calls]
         if not (calls or self._apart):
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": "".join(delta.content for delta in self._deltas)}
         if reasoning := "".join(delta.reasoning for delta in self._deltas):
             message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
-        return message
+        return message | ({"tool_calls": calls} if calls else {})
 
 
-def _has_field(template: str, target: TargetText) -> bool:
-    """Whether the template takes the reasoning of a message from a field."""
+def _has_reasoning_field(template: str, target: TargetText) -> bool:
     if _REASONING_FIELD.search(template):
         return True
     try:
@@ -105,11 +99,9 @@ def _has_field(template: str, target: TargetText) -> bool:
 
 
 def _functions(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
-    """The tools as parsers take them; what is no function as OpenAI has them is not looked for."""
+    """The tools that are functions as OpenAI defines them; no calls of others are looked for."""
     functions = []
     for tool in tools:
-        try:
+        with suppress(ValidationError):
             functions.append(Tool.model_validate(dict(tool)))
-        except ValidationError:
-            continue
     return functions

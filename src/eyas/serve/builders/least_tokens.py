@@ -1,8 +1,8 @@
-"""The fewest tokens that a text can become, without tokenizing it.
+"""A lower bound of the number of tokens of a text, without tokenizing it.
 
-A token stands for no more text than it has letters. So a text longer than the longest token times the context cannot
-fit, and need not be tokenized to be refused. The bound must never refuse what would fit. It therefore holds only for
-tokenizers all of whose parts are known not to drop or shorten text; for any other there is no bound.
+A token stands for no more text than it has letters, so a text longer than the longest token times the context cannot
+fit, and is refused before it is tokenized. The bound must never refuse a text that would fit. It is therefore only used
+for tokenizers all of whose parts are known not to drop or shorten text.
 """
 
 import json
@@ -12,23 +12,23 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 UNICODE_FORMS = {"NFC": 9, "NFD": 3}
-"""How many times shorter they can make a text, in letters or in bytes; a test computes it. ASCII stays as it is."""
+"""The factor by which they can shorten a text, in letters or in bytes; a test computes it. ASCII does not change."""
 _NOT_SHORTER = {"Prepend", "ByteLevel"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
-"""They cut text and drop nothing, unless their behavior is to remove what they find."""
+"""Pre-tokenizers that cut text and drop nothing, unless their behavior is Removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastTokens:
-    """The bound of one tokenizer."""
+    """The bound for one tokenizer."""
 
     longest: int
     """The most text of one token, in bytes if `of_bytes`, else in letters."""
     of_bytes: bool
     shrinks: int = 1
-    """How many times shorter a text beyond ASCII may get before it is cut into tokens."""
+    """The factor by which normalizers may shorten a text beyond ASCII."""
     dropped: bytes = b""
-    """Bytes without a token, which become nothing."""
+    """Bytes without a token, which are dropped."""
 
     def of(self, text: str) -> int:
         """The fewest tokens of a text."""
@@ -37,7 +37,7 @@ class LeastTokens:
 
 
 def least_tokens(tokenizer: PreTrainedTokenizerBase) -> LeastTokens | None:
-    """The bound of a tokenizer; None if there is none that is sure to hold."""
+    """The bound for a tokenizer; None if none is certain."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -45,7 +45,7 @@ def least_tokens(tokenizer: PreTrainedTokenizerBase) -> LeastTokens | None:
     model, added = described["model"], described["added_tokens"]
     normalizers, cutters = _parts(described["normalizer"]), _parts(described["pre_tokenizer"])
     if model["type"] != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
-        return None  # others fuse unknown words into one token; such added tokens swallow the blanks beside them
+        return None  # others fuse unknown words into one token; such added tokens include the blanks beside them
     if any(part["type"] not in _PRE_TOKENIZERS or part.get("behavior") == "Removed" for part in cutters):
         return None
     # A letter of the byte-level alphabet is a byte; added tokens are written out.
@@ -69,7 +69,7 @@ def least_tokens(tokenizer: PreTrainedTokenizerBase) -> LeastTokens | None:
         )
     if model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
         return LeastTokens(longest=longest, of_bytes=False, shrinks=shrinks)
-    return None  # letters without a token may become nothing
+    return None  # letters without a token may be dropped
 
 
 def _parts(described: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def _parts(described: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters of bytes: printable ones stand for themselves, the others for 256 and up."""
+    """GPT-2's letters for bytes: printable bytes map to themselves, the others to 256 and up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

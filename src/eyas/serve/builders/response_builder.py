@@ -1,27 +1,23 @@
-"""Build OpenAI's response JSON, whole or in chunks, from engine outputs. Pure functions."""
+"""Builds OpenAI's response JSON, whole or in chunks, from engine outputs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
 
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve.api_error import ApiError
-from eyas.serve.builders.choice_extras import ChoiceExtras, Kind
-from eyas.serve.builders.spec_decode_metrics import spec_decode_metrics
+from eyas.serve.builders.request_builder import EngineRequests
 from eyas.serve.builders.token_text import TokenText
-from eyas.serve.parsers.base import ParsedDelta
-from eyas.serve.parsers.output_parser import OutputParser
-from eyas.serve.protocol.completions import StreamOptions
+from eyas.serve.parsers.base import OutputParser, ParsedDelta
+from eyas.serve.protocol.completions import CompletionRequest, GenerationRequest
 from eyas.serve.supervisor import add_stats
 
+Kind = Literal["chat", "text"]
+Json = dict[str, Any]
 _ID_PREFIXES = {"chat": "chatcmpl", "text": "cmpl"}
-_OBJECT_NAMES = {
-    ("chat", False): "chat.completion",
-    ("chat", True): "chat.completion.chunk",
-    ("text", False): "text_completion",
-    ("text", True): "text_completion",
-}
 
 
 @dataclass(kw_only=True)
@@ -37,9 +33,9 @@ class ChoiceOutput:
     newest: Sequence[OutputDelta] = ()
     """The deltas that came last, which make one event of a stream."""
     parsed: ParsedDelta = field(default_factory=ParsedDelta)
-    """Content, reasoning and tool calls of these."""
+    """Content, reasoning and tool calls of the newest deltas."""
     tokens: int = 0
-    """Their number so far, stop token included."""
+    """Tokens so far, stop token included."""
 
     def append(self, deltas: Sequence[OutputDelta], token_text: TokenText) -> None:
         """Add the newest outputs."""
@@ -47,7 +43,7 @@ class ChoiceOutput:
         self.deltas += deltas
         self.tokens += sum(len(delta.tokens) for delta in deltas)
         if self.parser is None:
-            self.parsed = ParsedDelta(content="".join(delta.text for delta in deltas))
+            self.parsed = ParsedDelta(content=_text_of(deltas))
             return
         markers = self.parser.markers
         texts = [
@@ -71,25 +67,20 @@ class ChoiceOutput:
         return None if finished is None else finished.value
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Json:
         """The whole chat message."""
         if self.parser is None:
-            return {"role": "assistant", "content": "".join(delta.text for delta in self.deltas)}
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.parser.calls
-        ]
-        reasoning = self.parser.reasoning or None
+            return {"role": "assistant", "content": _text_of(self.deltas)}
+        calls, reasoning = [call.message for call in self.parser.calls], self.parser.reasoning or None
         content = self.parser.content or (None if calls or reasoning else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        message |= dict.fromkeys(self.reasoning_fields, reasoning)
+        message = {"role": "assistant", "content": content} | dict.fromkeys(self.reasoning_fields, reasoning)
         return message | ({"tool_calls": calls} if calls else {})
 
     @property
-    def delta_message(self) -> dict[str, Any]:
+    def delta_message(self) -> Json:
         """The newest outputs as the delta of a chat chunk."""
         reasoning = self.parsed.reasoning
-        message: dict[str, Any] = dict.fromkeys(self.reasoning_fields, reasoning) if reasoning else {}
+        message: Json = dict.fromkeys(self.reasoning_fields, reasoning) if reasoning else {}
         if self.parsed.content:
             message["content"] = self.parsed.content
         if self.parsed.calls:
@@ -102,181 +93,223 @@ class ChoiceOutput:
         return message
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResponseMeta:
-    """What all chunks of one response share."""
+class ResponseFormatter(ABC):
+    """Turns the outputs of one request into what a route sends: a whole response, or the events of a stream."""
 
-    kind: Kind
-    request_id: str
-    model: str
-    created: int
-    prompt_tokens: int
-    answers_per_prompt: int
-    details: bool
-    """Whether the request asked for speculation details per token."""
-    extras: ChoiceExtras
-    """What vLLM says beside OpenAI's fields."""
-    num_spec_tokens: int | None
-    """The deepest draft; None without drafts."""
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        model: str,
+        created: int,
+        body: GenerationRequest,
+        engine_requests: EngineRequests,
+        num_spec_tokens: int | None,
+        token_text: TokenText,
+    ) -> None:
+        """`num_spec_tokens` is the deepest draft; None without drafts."""
+        self._request_id, self._model, self._created = request_id, model, created
+        self._body, self._engine_requests, self._token_text = body, engine_requests, token_text
+        self._num_spec_tokens = num_spec_tokens
+        self._details = body.speculative is not None and body.speculative.details
 
-    def envelope(self, *, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
-        """The response object around choices."""
+    @abstractmethod
+    def whole(self, choices: Sequence[ChoiceOutput]) -> Json:
+        """The response of a request that does not stream."""
+
+    @abstractmethod
+    def delta(self, index: int, choice: ChoiceOutput) -> Iterator[Json]:
+        """The events of the newest outputs of a choice."""
+
+    @abstractmethod
+    def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[Json]:
+        """The last events of a stream."""
+
+    @abstractmethod
+    def failed(self, failure: ApiError) -> Json:
+        """The last event of a stream that failed."""
+
+    def usage(self, choices: Sequence[ChoiceOutput]) -> Json:
+        """Token counts, and counts of speculation."""
+        made = sum(choice.tokens for choice in choices)
+        prompt = self._engine_requests.prompt_tokens
+        # A prompt with several answers counts once. The cache is kept apart by key and salt, so this tells nothing
+        # about anybody else's prompts.
+        cached = sum(choice.deltas[0].num_cached_tokens for choice in choices[:: self._body.n] if choice.deltas)
+        reasoning = sum(choice.parser.reasoning_tokens for choice in choices if choice.parser is not None)
+        has_reasoning = any(choice.reasoning_fields for choice in choices)
         return {
-            "id": f"{_ID_PREFIXES[self.kind]}-{self.request_id}",
-            "object": _OBJECT_NAMES[self.kind, chunk],
-            "created": self.created,
-            "model": self.model,
+            "prompt_tokens": prompt,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if has_reasoning else {}),
+            "speculative": speculative_usage(choice.stats for choice in choices),
+        }
+
+    def metrics(self, choices: Sequence[ChoiceOutput]) -> Json:
+        """vLLM's `metrics`. They describe one answer, so several have none."""
+        if len(choices) != 1 or self._num_spec_tokens is None:
+            return {}
+        (choice,) = choices
+        stats = choice.stats
+        at_least = [stats.drafts, *stats.accepted_at]
+        at_least += [0] * max(1, self._num_spec_tokens + 2 - len(at_least))
+        figures: Json = {
+            "mean_acceptance_length": stats.acceptance_length,
+            "draft_acceptance_rate": stats.accepted / max(1, stats.drafted),
+            # Steps that accepted exactly 0, 1, 2, ... draft tokens, from those that accepted at least as many.
+            "acceptance_histogram": [count - more for count, more in pairwise(at_least)],
+            "num_spec_steps": stats.drafts,
+            "num_accepted_draft_tokens": stats.accepted,
+            "num_draft_tokens": stats.drafted,
+            "num_spec_tokens": self._num_spec_tokens,
+        }
+        if self._details:  # as with vLLM's --per-request-spec-decode-metrics detailed
+            own_steps = [(one.drafted, one.accepted) for one in choice.deltas if one.drafted]
+            steps = own_steps if stats.steps is None else stats.steps
+            figures["per_step_accepted"] = [accepted for _, accepted in steps]
+            figures["per_step_drafted"] = [drafted for drafted, _ in steps]
+        return {"metrics": {"speculative_decoding": figures}}
+
+
+class CompletionFormatter(ResponseFormatter):
+    """Formats chat and text completions."""
+
+    @property
+    def _kind(self) -> Kind:
+        return "text" if isinstance(self._body, CompletionRequest) else "chat"
+
+    def whole(self, choices: Sequence[ChoiceOutput]) -> Json:
+        bodies = []
+        for index, choice in enumerate(choices):
+            echo = self._echo(index)
+            body: Json = (
+                {"message": choice.message} if self._kind == "chat" else {"text": echo + _text_of(choice.deltas)}
+            )
+            logprobs = self._with_echo(index, choice.deltas[0], self._logprobs(choice.deltas, len(echo)))
+            body |= {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+            bodies.append({"index": index} | body | self._extras(index, choice, choice.deltas, first=True))
+        response = self._envelope(bodies, chunk=False) | self._prompt_fields("chat", 0, choices[0].deltas[0])
+        return response | {"usage": self.usage(choices)} | self.metrics(choices)
+
+    def delta(self, index: int, choice: ChoiceOutput) -> Iterator[Json]:
+        if choice.first and (first := self._first_chunk(index, choice.deltas[0])) is not None:
+            yield self._counted(first, 0)
+        if (chunk := self._chunk(index, choice)) is not None:
+            yield self._counted(chunk, choice.tokens)
+
+    def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[Json]:
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield self._envelope([], chunk=True) | {"usage": self.usage(choices)} | self.metrics(choices)
+
+    def failed(self, failure: ApiError) -> Json:
+        return failure.body
+
+    def _counted(self, chunk: Json, made: int) -> Json:
+        """A chunk with the counts of its choice so far, if they were asked for."""
+        options = self._body.stream_options
+        if options is None or not (options.include_usage and options.continuous_usage_stats):
+            return chunk
+        prompt = self._engine_requests.prompt_tokens
+        return chunk | {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
+
+    def _first_chunk(self, index: int, first: OutputDelta) -> Json | None:
+        """The first chunk of a choice: the role in a chat, the prompt if it is echoed; else None."""
+        if self._kind == "chat":
+            message = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
+            return self._envelope([choice], chunk=True) | self._prompt_fields("chat", 0, first)
+        if not self._engine_requests.echoes:
+            return None
+        logprobs = self._with_echo(index, first, None)
+        choice = {"index": index, "text": self._echo(index), "logprobs": logprobs, "finish_reason": None}
+        return self._envelope([choice], chunk=True)
+
+    def _chunk(self, index: int, choice: ChoiceOutput) -> Json | None:
+        """The chunk of the newest outputs; None if there is nothing to send."""
+        newest, logprobs = choice.newest, None
+        if newest[0].logprobs is not None:
+            earlier = choice.deltas[: -len(newest)]
+            logprobs = self._logprobs(newest, len(self._echo(index)) + len(_text_of(earlier)))
+        message = choice.delta_message
+        quiet = logprobs is None and not self._details and not self._body.return_token_ids
+        if not message and newest[-1].finished is None and quiet:
+            return None  # held back: part of a character, a possible stop string, marker or tool call
+        body: Json = {"delta": message} if self._kind == "chat" else {"text": _text_of(newest)}
+        body |= {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return self._envelope(
+            [{"index": index} | body | self._extras(index, choice, newest, first=choice.first)], chunk=True
+        )
+
+    def _envelope(self, choices: list[Json], *, chunk: bool) -> Json:
+        """The response object around choices."""
+        chat_object = "chat.completion.chunk" if chunk else "chat.completion"
+        return {
+            "id": f"{_ID_PREFIXES[self._kind]}-{self._request_id}",
+            "object": chat_object if self._kind == "chat" else "text_completion",
+            "created": self._created,
+            "model": self._model,
             "choices": choices,
         }
 
+    def _extras(self, index: int, choice: ChoiceOutput, deltas: Sequence[OutputDelta], *, first: bool) -> Json:
+        """Fields of a choice that OpenAI does not have; `first` if nothing of it was sent before."""
+        reason = deltas[-1].stop_reason
+        fields: Json = {"stop_reason": None if reason in self._engine_requests.eos_ids else reason}
+        if self._body.return_token_ids:
+            fields["token_ids"] = [token for delta in deltas for token in delta.tokens]
+        if first:
+            fields |= self._prompt_fields("text", index, deltas[0])
+        if self._details:
+            fields["speculative"] = _token_details(deltas) | speculative_usage([choice.stats])
+        return fields
 
-class ResponseFormatter(Protocol):
-    """Turns outputs into what a route sends: a whole response, or the events of a stream."""
+    def _prompt_fields(self, kind: Kind, index: int, first: OutputDelta) -> Json:
+        """Token ids and logprobs of the prompt: in a chat of the response, in a text completion of each choice."""
+        if kind != self._kind:
+            return {}
+        fields: Json = {}
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = list(self._engine_requests.requests[index].prompt)
+        if (alternatives := self._body.prompt_logprobs) is not None:
+            entries = [self._token_text.prompt_logprobs(one, alternatives) for one in first.prompt_logprobs or ()]
+            fields["prompt_logprobs"] = [None, *entries]  # nothing comes before the first token
+        return fields
 
-    def whole(self, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
+    def _echo(self, index: int) -> str:
+        """The prompt, if it comes back before the answer."""
+        return self._engine_requests.echoes[index].text if self._engine_requests.echoes else ""
 
-    def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
-        """The events of the newest outputs of a choice."""
+    def _with_echo(self, index: int, first: OutputDelta, logprobs: Json | None) -> Json | None:
+        """Logprobs of the echoed prompt, if there is one, then those of the answer."""
+        body, echoes = self._body, self._engine_requests.echoes
+        if not echoes or not isinstance(body, CompletionRequest) or body.logprobs is None:
+            return logprobs
+        entries = [replace(entry, top=entry.top[: body.logprobs]) for entry in first.prompt_logprobs or ()]
+        echoed = echoes[index].logprobs(entries, self._token_text, body.return_tokens_as_token_ids)
+        return {name: [*values, *(logprobs or {}).get(name, ())] for name, values in echoed.items()}
 
-    def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
-        """The last events of a stream."""
-
-    def failed(self, failure: ApiError) -> dict[str, Any]:
-        """The last event of a stream that failed."""
-
-
-class CompletionFormatter:
-    """Formats chat and text completions."""
-
-    def __init__(self, meta: ResponseMeta, token_text: TokenText, options: StreamOptions | None) -> None:
-        self._meta, self._token_text = meta, token_text
-        self._include_usage = options is not None and options.include_usage
-        self._continuous = options is not None and options.include_usage and options.continuous_usage_stats
-
-    def whole(self, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
-        return full_response(self._meta, choices, self._token_text)
-
-    def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
-        """The chunks of the newest outputs of a choice."""
-        if choice.first:
-            first = first_chunk(self._meta, index, choice.deltas[0], self._token_text)
-            if first is not None:
-                yield self._counted(first, 0)
-        if (chunk := stream_chunk(self._meta, index, choice, self._token_text)) is not None:
-            yield self._counted(chunk, choice.tokens)
-
-    def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
-        """The usage, if it was asked for."""
-        if self._include_usage:
-            yield usage_chunk(self._meta, choices)
-
-    def failed(self, failure: ApiError) -> dict[str, Any]:
-        """The error."""
-        return failure.body
-
-    def _counted(self, chunk: dict[str, Any], made: int) -> dict[str, Any]:
-        """A chunk with the counts of its choice so far, if they were asked for."""
-        if not self._continuous:
-            return chunk
-        prompt = self._meta.prompt_tokens
-        return chunk | {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
-
-
-def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_text: TokenText) -> dict[str, Any]:
-    """The response of a request that does not stream."""
-    bodies = []
-    for index, choice in enumerate(choices):
-        body: dict[str, Any] = {"index": index}
-        text = meta.extras.echo_text(index) + "".join(delta.text for delta in choice.deltas)
-        body |= {"message": choice.message} if meta.kind == "chat" else {"text": text}
-        logprobs = _logprobs(meta, choice.deltas, token_text, len(meta.extras.echo_text(index)))
-        body["logprobs"] = meta.extras.with_echo(index, choice.deltas[0], logprobs, token_text)
-        body["finish_reason"] = choice.finish_reason
-        body |= meta.extras.choice(meta.kind, index, choice.deltas, token_text, first=True)
-        if meta.details:
-            body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.stats])
-        bodies.append(body)
-    envelope = meta.envelope(choices=bodies, chunk=False)
-    envelope |= meta.extras.response(meta.kind, choices[0].deltas[0], token_text)
-    return envelope | {"usage": usage(meta, choices)} | metrics(meta, choices)
-
-
-def first_chunk(meta: ResponseMeta, index: int, first: OutputDelta, token_text: TokenText) -> dict[str, Any] | None:
-    """The first chunk of a choice: the role in a chat, the prompt if it is echoed; else None."""
-    if meta.kind == "text":
-        if not meta.extras.echoes:
+    def _logprobs(self, deltas: Sequence[OutputDelta], offset: int) -> Json | None:
+        if deltas[0].logprobs is None:
             return None
-        logprobs = meta.extras.with_echo(index, first, None, token_text)
-        echo = {"index": index, "text": meta.extras.echo_text(index), "logprobs": logprobs, "finish_reason": None}
-        return meta.envelope(choices=[echo], chunk=True)
-    choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    return meta.envelope(choices=[choice], chunk=True) | meta.extras.response(meta.kind, first, token_text)
+        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+        as_ids = self._body.return_tokens_as_token_ids
+        if self._kind == "chat":
+            return {"content": [self._token_text.chat_logprobs(entry, as_ids) for entry in entries], "refusal": None}
+        texts = [text for delta in deltas for text in delta.texts]
+        return self._token_text.completion_logprobs(entries, texts, offset, as_ids)
 
 
-def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_text: TokenText) -> dict[str, Any] | None:
-    """The chunk of the newest outputs; None if there is nothing to send."""
-    newest, logprobs = choice.newest, None
-    if newest[0].logprobs is not None:
-        earlier = choice.deltas[: -len(newest)]
-        before = len(meta.extras.echo_text(index)) + sum(len(delta.text) for delta in earlier)
-        logprobs = _logprobs(meta, newest, token_text, before)
-    message = choice.delta_message
-    quiet = logprobs is None and not meta.details and not meta.extras.return_token_ids
-    if not message and newest[-1].finished is None and quiet:
-        return None  # held back: part of a character, a possible stop string, marker or tool call
-    body: dict[str, Any] = {"index": index}
-    body |= {"delta": message} if meta.kind == "chat" else {"text": "".join(delta.text for delta in newest)}
-    body["logprobs"] = logprobs
-    body["finish_reason"] = choice.finish_reason
-    body |= meta.extras.choice(meta.kind, index, newest, token_text, first=choice.first)
-    if meta.details:
-        body["speculative"] = _token_details(newest) | speculative_usage([choice.stats])
-    return meta.envelope(choices=[body], chunk=True)
-
-
-def usage_chunk(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-    """The last chunk of a stream with include_usage."""
-    return meta.envelope(choices=[], chunk=True) | {"usage": usage(meta, choices)} | metrics(meta, choices)
-
-
-def metrics(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-    """vLLM's `metrics`. It describes one answer, so several have none."""
-    if len(choices) != 1 or meta.num_spec_tokens is None:
-        return {}
-    (choice,) = choices
-    figures = spec_decode_metrics(
-        choice.stats, choice.deltas, num_spec_tokens=meta.num_spec_tokens, detailed=meta.details
+def without_answer(delta: OutputDelta) -> OutputDelta:
+    """A delta without the one token that an engine chooses even if none is asked for."""
+    logprobs = None if delta.logprobs is None else ()
+    return replace(
+        delta, tokens=(), texts=(), depths=(), logprobs=logprobs, finished=FinishReason.LENGTH, stop_reason=None
     )
-    return {"metrics": {"speculative_decoding": figures}}
 
 
-def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-    """Token counts, and counts of speculation."""
-    made = sum(choice.tokens for choice in choices)
-    reasoning = sum(choice.parser.reasoning_tokens for choice in choices if choice.parser is not None)
-    told = any(choice.reasoning_fields for choice in choices)
-    return {
-        "prompt_tokens": meta.prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": _cached_tokens(meta, choices)},
-        "completion_tokens": made,
-        "total_tokens": meta.prompt_tokens + made,
-        **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if told else {}),
-        "speculative": speculative_usage(choice.stats for choice in choices),
-    }
-
-
-def _cached_tokens(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> int:
-    """Prompt tokens that the prefix cache had, over all prompts: a prompt with several answers counts once.
-
-    The cache is kept apart by key and salt, so this tells nothing of anybody else's prompts.
-    """
-    firsts = [choice.deltas[0] for choice in choices[:: meta.answers_per_prompt] if choice.deltas]
-    return sum(delta.num_cached_tokens for delta in firsts)
-
-
-def speculative_usage(stats: Iterable[SpecDecodeStats]) -> dict[str, Any]:
+def speculative_usage(stats: Iterable[SpecDecodeStats]) -> Json:
     """Counts of speculation over all choices, with the acceptance length."""
     total = SpecDecodeStats()
     for one in stats:
@@ -285,7 +318,7 @@ def speculative_usage(stats: Iterable[SpecDecodeStats]) -> dict[str, Any]:
     return speculative_counts(total) | {"acceptance_length": length}
 
 
-def speculative_counts(stats: SpecDecodeStats) -> dict[str, Any]:
+def speculative_counts(stats: SpecDecodeStats) -> Json:
     """Counts of speculation by the names that the API gives them."""
     return {
         "passes": stats.passes,
@@ -298,23 +331,15 @@ def speculative_counts(stats: SpecDecodeStats) -> dict[str, Any]:
     }
 
 
-def _token_details(deltas: Sequence[OutputDelta]) -> dict[str, Any]:
-    """Each token, its text, the draft depth it was accepted from (0: the target sampled it), and who proposed it."""
+def _text_of(deltas: Sequence[OutputDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _token_details(deltas: Sequence[OutputDelta]) -> Json:
+    """Each token, its text, the draft depth it was accepted from (0: sampled by the target), and who proposed it."""
     return {
         "tokens": [token for delta in deltas for token in delta.tokens],
         "texts": [text for delta in deltas for text in delta.texts],
         "depths": [depth for delta in deltas for depth in delta.depths],
         "sources": [source for delta in deltas for source in delta.sources],
     }
-
-
-def _logprobs(
-    meta: ResponseMeta, deltas: Sequence[OutputDelta], token_text: TokenText, offset: int
-) -> dict[str, Any] | None:
-    if deltas[0].logprobs is None:
-        return None
-    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-    as_ids = meta.extras.tokens_as_ids
-    if meta.kind == "chat":
-        return {"content": [token_text.chat_logprobs(entry, as_ids) for entry in entries], "refusal": None}
-    return token_text.completion_logprobs(entries, [text for delta in deltas for text in delta.texts], offset, as_ids)

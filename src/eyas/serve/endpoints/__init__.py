@@ -1,1 +1,1 @@
-"""What a route does."""
+"""The routes of the server."""

@@ -21,18 +21,20 @@ from eyas.engine.request import FinishReason
 from eyas.serve.access.audit import mark_recorded
 from eyas.serve.access.caller import Caller, caller_of
 from eyas.serve.api_error import ApiError, to_api_error
-from eyas.serve.builders import response_builder
-from eyas.serve.builders.choice_extras import ChoiceExtras, Kind
-from eyas.serve.builders.prompt_echo import without_answer
 from eyas.serve.builders.request_builder import EngineRequests, num_answers
-from eyas.serve.builders.response_builder import ChoiceOutput, CompletionFormatter, ResponseFormatter, ResponseMeta
+from eyas.serve.builders.response_builder import (
+    ChoiceOutput,
+    CompletionFormatter,
+    ResponseFormatter,
+    speculative_usage,
+    without_answer,
+)
 from eyas.serve.context import ServerContext
 from eyas.serve.learning.answer_record import FinishedAnswer
 from eyas.serve.learning.consent import may_learn
 from eyas.serve.monitoring.json_logging import log_event
 from eyas.serve.protocol.completions import GenerationRequest
-from eyas.serve.protocol.unknown_fields import ignored_header, read_known_fields
-from eyas.serve.protocol.validation import read_body
+from eyas.serve.protocol.validation import ignored_header, read_body, read_known_fields
 from eyas.serve.transport.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class RequestTrace:
-    """What happened to one request, for log and metrics."""
+    """The course of one request, for log and metrics."""
 
     request_id: str
     started: float
@@ -63,15 +65,13 @@ class Endpoint:
 
     def __init__(
         self,
-        kind: Kind,
         body: type[GenerationRequest],
         build: Callable[[Any, Grammar | None], EngineRequests],
         context: ServerContext,
     ) -> None:
-        self._kind, self._body, self._build, self._context = kind, body, build, context
+        self._body, self._build, self._context = body, build, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         trace = RequestTrace(request_id=uuid.uuid4().hex, started=time.monotonic(), caller=caller_of(scope))
         mark_recorded(scope)
         writer = ResponseWriter(send, trace.request_id, named_events=self.named_events)
@@ -98,8 +98,7 @@ class Endpoint:
     async def _answer(self, http: HttpRequest, receive: Receive, writer: ResponseWriter, trace: RequestTrace) -> None:
         context = self._context
         context.admission.check_capacity()  # before reading the body too: a full server should refuse cheaply
-        raw = await read_body(http, max_bytes=context.limits.body_bytes, seconds=context.limits.body_seconds)
-        raw, new_formatter = self._prepare(raw)
+        raw, new_formatter = self._prepare(await read_body(http, context.limits))
         trace.body, ignored = read_known_fields(self._body, raw, context.policy.unknown_fields)
         body, writer.headers = trace.body, ignored_header(ignored)
         if body.model is not None:
@@ -107,14 +106,26 @@ class Endpoint:
         learn = may_learn(body, trace.caller, collecting=context.collector is not None)
         with context.admission.admit(num_answers(body)):  # counted before any work is done for them
             engine_requests = await self._engine_requests(body, len(raw), trace)
-            trace.formatter = new_formatter(self._meta(body, engine_requests, trace), body)
+            trace.formatter = new_formatter(
+                trace.request_id,
+                model=context.model_info.name,
+                created=int(time.time()),
+                body=body,
+                engine_requests=engine_requests,
+                num_spec_tokens=self._num_spec_tokens(engine_requests),
+                token_text=context.token_text,
+            )
             context.metrics.prompt_tokens.inc(engine_requests.prompt_tokens)
             await cancel_on_disconnect(receive, self._generate(trace.formatter, body, engine_requests, writer, trace))
         if learn:
             self._collect(body, engine_requests, trace)
 
+    def _prepare(self, raw: bytes) -> tuple[bytes, Callable[..., ResponseFormatter]]:
+        """The body in the fields of a completion, and the class that formats its answer."""
+        return raw, CompletionFormatter
+
     async def _engine_requests(self, body: GenerationRequest, body_bytes: int, trace: RequestTrace) -> EngineRequests:
-        """Compile and tokenize what the body asks for."""
+        """Compile the grammar and tokenize the prompts."""
         context, loop = self._context, asyncio.get_running_loop()
         spec = context.request_builder.grammar_spec(body)
         client = trace.caller.key_digest or trace.caller.address or ""
@@ -129,26 +140,6 @@ class Endpoint:
             for _ in engine_requests.requests
         ]
         return engine_requests
-
-    def _meta(self, body: GenerationRequest, engine_requests: EngineRequests, trace: RequestTrace) -> ResponseMeta:
-        return ResponseMeta(
-            kind=self._kind,
-            request_id=trace.request_id,
-            model=self._context.model_info.name,
-            created=int(time.time()),
-            prompt_tokens=engine_requests.prompt_tokens,
-            answers_per_prompt=body.n,
-            details=body.speculative is not None and body.speculative.details,
-            extras=ChoiceExtras.of(body, engine_requests),
-            num_spec_tokens=self._num_spec_tokens(engine_requests),
-        )
-
-    def _prepare(self, raw: bytes) -> tuple[bytes, Callable[[ResponseMeta, Any], ResponseFormatter]]:
-        """The body in this route's own fields, and how its answer is formatted."""
-        return raw, self._completion_formatter
-
-    def _completion_formatter(self, meta: ResponseMeta, body: GenerationRequest) -> ResponseFormatter:
-        return CompletionFormatter(meta, self._context.token_text, body.stream_options)
 
     async def _generate(
         self,
@@ -190,7 +181,7 @@ class Endpoint:
         await writer.end()
 
     def _collect(self, body: GenerationRequest, engine_requests: EngineRequests, trace: RequestTrace) -> None:
-        """Hand over what was answered to the end, equal answers to one prompt once."""
+        """Give finished answers to the collector, equal answers to one prompt once."""
         assert self._context.collector is not None
         if not engine_requests.answers:
             return
@@ -214,7 +205,7 @@ class Endpoint:
         trace.last_token[index] = now
 
     def _num_spec_tokens(self, engine_requests: EngineRequests) -> int | None:
-        """The deepest draft of a request; None if it is not drafted for."""
+        """The deepest draft of a request; None if nothing is drafted for it."""
         speculation = engine_requests.requests[0].speculation
         model_info = self._context.model_info
         by_drafter = model_info.drafter is not None and speculation.by_drafter
@@ -244,7 +235,7 @@ class Endpoint:
             finished = choice.deltas[-1].finished if choice.deltas else None
             metrics.request_success.labels("abort" if finished is None else finished.value).inc()
             metrics.request_generation_tokens.observe(choice.tokens)
-        speculative = response_builder.speculative_usage(choice.stats for choice in trace.choices)
+        speculative = speculative_usage(choice.stats for choice in trace.choices)
         log_event(
             logger,
             "request",

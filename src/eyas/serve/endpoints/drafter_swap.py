@@ -1,4 +1,4 @@
-"""Swap the drafter while serving, by a request: one of those that the operator allows.
+"""Swaps the drafter while serving, on request, for one that the operator allows.
 
 A request never names a path or a hub id of its own: loading reads files, and may download them.
 """
@@ -13,7 +13,7 @@ from eyas.drafter.shipped import NO_DRAFTER
 from eyas.engine.request import Speculation
 from eyas.serve.access.caller import Caller, caller_of
 from eyas.serve.access.policy import AccessRules
-from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.api_error import ApiError, invalid, to_api_error
 from eyas.serve.context import ServerContext
 from eyas.serve.drafter_swaps import DrafterSwaps
 from eyas.serve.monitoring.json_logging import log_event
@@ -37,7 +37,7 @@ class DrafterSwapEndpoint:
         self._context, self._swaps, self._access = context, swaps, access
 
     async def handle(self, http: HttpRequest) -> Response:
-        """GET: the current drafter. POST: swap it, then the same, and which way that went."""
+        """GET: the current drafter. POST: swap it, then the new one, and whether it was swapped in place."""
         if http.method != "POST":
             return JSONResponse(self._context.model_info.speculative_card())
         slot = self._swaps.slot
@@ -45,9 +45,7 @@ class DrafterSwapEndpoint:
             message = f"this server keeps its drafter ({slot.kept_because})"
             raise ApiError(403, message, code="drafter_swap_disabled")
         self._access.require_admin(http.scope)
-        limits = self._context.limits
-        raw = await read_body(http, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
-        body = parse_body(DrafterSwapRequest, raw)
+        body = parse_body(DrafterSwapRequest, await read_body(http, self._context.limits))
         if self._swaps.busy:
             raise ApiError(409, "another drafter is being loaded; try again when it is there", code="busy", retry=1)
         try:
@@ -60,14 +58,12 @@ class DrafterSwapEndpoint:
         return JSONResponse(self._context.model_info.speculative_card() | {"in_place": in_place})
 
     async def _swap(self, body: DrafterSwapRequest, caller: Caller) -> bool:
-        """Whether weights were copied into the drafter that serves."""
+        """Whether the weights were copied into the drafter in use."""
         model_info, most = self._context.model_info, self._context.engine_client.max_depth
         source, depth = self._swaps.slot.source_of(body.model), body.num_speculative_tokens
         if depth is not None and (source is None or depth > most):
             limit = "there is no drafter" if source is None else f"the most here is {most}"
-            raise ApiError(
-                400, f"num_speculative_tokens is {depth}, but {limit}; change it", field="num_speculative_tokens"
-            )
+            raise invalid("num_speculative_tokens", f"num_speculative_tokens is {depth}, but {limit}; change it")
         before = model_info.drafter
         speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
         in_place = await self._swaps.swap(source, speculation=speculation)
@@ -80,7 +76,6 @@ class DrafterSwapEndpoint:
             after=model_info.drafter or NO_DRAFTER,
             depth=depth,
             in_place=in_place,
-            client=caller.address,
-            key=caller.fingerprint,
+            **caller.log_fields,
         )
         return in_place

@@ -1,7 +1,9 @@
-"""Endpoints of OpenAI and vLLM that this server does not have: refused by name, with what to use instead.
+"""Refuses the endpoints of OpenAI and vLLM that this server does not have, with what to use instead.
 
 The status is 404, as clients take it for final. They would retry a 501.
 """
+
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -49,15 +51,8 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 def refused_routes() -> list[Route]:
     """A route for each of them; put them behind the routes that exist."""
-    return [Route(path, _Refusal(why).respond, methods=_METHODS) for path, why in REFUSED_ENDPOINTS.items()]
+    return [Route(path, partial(_refuse, why), methods=_METHODS) for path, why in REFUSED_ENDPOINTS.items()]
 
 
-class _Refusal:
-    """Refuses whatever comes, unread."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    async def respond(self, http: HttpRequest) -> Response:
-        """Raise the error."""
-        raise ApiError(404, f"{http.scope['path']} is not served: {self._why}", code="unsupported_endpoint")
+async def _refuse(why: str, http: HttpRequest) -> Response:
+    raise ApiError(404, f"{http.scope['path']} is not served: {why}", code="unsupported_endpoint")

@@ -2,18 +2,16 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from eyas.serve.api_error import ApiError
-from eyas.serve.builders.response_builder import ResponseFormatter, ResponseMeta
+from eyas.serve.builders.response_builder import ResponseFormatter
 from eyas.serve.builders.responses_formatter import ResponsesFormatter
-from eyas.serve.context import ServerContext
 from eyas.serve.endpoints.completions import Endpoint
-from eyas.serve.protocol.completions import ChatCompletionRequest
 from eyas.serve.protocol.responses import ResponsesRequest, chat_body
 from eyas.serve.protocol.validation import parse_body
 
-OWN_WORDS = {
+OWN_NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -21,7 +19,7 @@ OWN_WORDS = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of the chat completion by the names they have here, for errors."""
-_CHAT_FIELD = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in OWN_WORDS))
+_CHAT_FIELD = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in OWN_NAMES))
 
 
 class ResponsesEndpoint(Endpoint):
@@ -29,21 +27,14 @@ class ResponsesEndpoint(Endpoint):
 
     named_events = True
 
-    def __init__(self, context: ServerContext) -> None:
-        super().__init__("chat", ChatCompletionRequest, context.request_builder.chat, context)
-
-    def _prepare(self, raw: bytes) -> tuple[bytes, Callable[[ResponseMeta, Any], ResponseFormatter]]:
+    def _prepare(self, raw: bytes) -> tuple[bytes, Callable[..., ResponseFormatter]]:
         request = parse_body(ResponsesRequest, raw)
-
-        def new_formatter(meta: ResponseMeta, chat: ChatCompletionRequest) -> ResponseFormatter:
-            return ResponsesFormatter(meta, request, chat, self._context.token_text)
-
-        return chat_body(request), new_formatter
+        return chat_body(request), partial(ResponsesFormatter, request=request)
 
     def _to_api_error(self, error: Exception) -> ApiError:
         failure = super()._to_api_error(error)
         if failure.code == "unknown_parameter":  # named as the client wrote it
             return failure
-        failure.message = _CHAT_FIELD.sub(lambda found: OWN_WORDS[found[0]], failure.message)
-        failure.field = failure.field and _CHAT_FIELD.sub(lambda found: OWN_WORDS[found[0]], failure.field)
+        failure.message = _CHAT_FIELD.sub(lambda found: OWN_NAMES[found[0]], failure.message)
+        failure.field = failure.field and _CHAT_FIELD.sub(lambda found: OWN_NAMES[found[0]], failure.field)
         return failure

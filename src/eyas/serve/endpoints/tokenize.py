@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from eyas.serve.access.audit import mark_recorded
 from eyas.serve.access.caller import caller_of
-from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.api_error import invalid, to_api_error
 from eyas.serve.context import ServerContext
 from eyas.serve.monitoring.json_logging import log_event
 from eyas.serve.protocol.completions import ChatCompletionRequest, Message, Messages, TokenIds, Tools, WireModel
@@ -73,14 +73,13 @@ class TokenizerEndpoints:
         mark_recorded(http.scope)
         try:
             context.admission.check_capacity()
-            limits = context.limits
-            raw = await read_body(http, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
+            raw = await read_body(http, context.limits)
             body = parse_body(kind, raw)
             name = getattr(body, "model", None)
             if name is not None:
                 context.model_info.require(name)
             loop = asyncio.get_running_loop()
-            async with asyncio.timeout(limits.request_seconds):
+            async with asyncio.timeout(context.limits.request_seconds):
                 answer = await loop.run_in_executor(context.tokenizer_lane(len(raw)), work, body)
         except ClientDisconnectedError:
             raise  # the application records it
@@ -93,46 +92,37 @@ class TokenizerEndpoints:
 
     def _record(self, http: HttpRequest, started: float, outcome: str, status: int) -> None:
         """One log line and one count, as for a completion."""
-        path, caller = http.scope["path"], caller_of(http.scope)
+        path, seconds = http.scope["path"], round(time.monotonic() - started, 4)
         self._context.metrics.requests.labels(path, outcome).inc()
-        log_event(
-            logger,
-            "request",
-            path=path,
-            client=caller.address,
-            key=caller.fingerprint,
-            status=status,
-            outcome=outcome,
-            seconds=round(time.monotonic() - started, 4),
-        )
+        fields = {"path": path, **caller_of(http.scope).log_fields}
+        log_event(logger, "request", **fields, status=status, outcome=outcome, seconds=seconds)
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         tokens = self._prompt_tokens(body) if body.messages is None else self._message_tokens(body, body.messages)
-        names = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {
             "count": len(tokens),
             "max_model_len": self._context.model_info.max_model_len,
             "tokens": tokens,
-            "token_strs": names,
+            "token_strs": self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
         }
 
     def _prompt_tokens(self, body: TokenizeRequest) -> list[int]:
         if body.prompt is None:
-            raise ApiError(400, "prompt and messages are both missing; give one", field="prompt")
+            raise invalid("prompt", "prompt and messages are both missing; give one")
         for field in SHARED_WITH_CHAT:
             if getattr(body, field) is not None:
-                raise ApiError(400, f"{field} is for messages, and there is a prompt; leave it out", field=field)
+                raise invalid(field, f"{field} is for messages, and there is a prompt; leave it out")
         self._context.request_builder.require_fitting(body.prompt)
         tokens: list[int] = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         return tokens
 
     def _message_tokens(self, body: TokenizeRequest, messages: list[Message]) -> list[int]:
         if body.prompt is not None:
-            raise ApiError(400, "prompt and messages are both given; give one", field="messages")
+            raise invalid("messages", "prompt and messages are both given; give one")
         if body.add_special_tokens:
             field = "add_special_tokens"
-            raise ApiError(400, f"{field} is true, but the chat template adds them; leave it out", field=field)
-        # The same checks and the same rendering as a chat completion of these messages.
+            raise invalid(field, f"{field} is true, but the chat template adds them; leave it out")
+        # The checks and the rendering of a chat completion of these messages.
         shared = {name: value for name in SHARED_WITH_CHAT if (value := getattr(body, name)) is not None}
         return self._context.request_builder.chat_tokens(
             ChatCompletionRequest.model_construct(messages=messages, **shared)
@@ -141,10 +131,8 @@ class TokenizerEndpoints:
     def _detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         most, vocabulary = self._context.model_info.max_model_len, self._context.engine_client.target.facts.vocab_size
         if len(body.tokens) > most:
-            raise ApiError(
-                400, f"tokens has {len(body.tokens)} ids, above the {most} of this server; send fewer", field="tokens"
-            )
+            raise invalid("tokens", f"tokens has {len(body.tokens)} ids, above the {most} of this server; send fewer")
         wrong = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
         if wrong is not None:
-            raise ApiError(400, f"token id {wrong} is outside of 0 to {vocabulary - 1}; change it", field="tokens")
+            raise invalid("tokens", f"token id {wrong} is outside of 0 to {vocabulary - 1}; change it")
         return {"prompt": str(self._tokenizer.decode(body.tokens, skip_special_tokens=False))}

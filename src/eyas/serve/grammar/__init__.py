@@ -1,1 +1,1 @@
-"""Structured outputs: grammars of strangers, bounded, tried in a process of their own, compiled."""
+"""Structured outputs: untrusted grammars, bounded, tried in a process of their own, compiled."""

@@ -1,12 +1,12 @@
-"""Sizes that a grammar of a stranger may have, checked before anything is compiled.
+"""Size limits of untrusted grammars, checked before anything is compiled.
 
 llguidance writes out each item of `minItems` and `maxItems`, makes a state for each remainder of `multipleOf`, and
-intersects `patternProperties` pair by pair, all before it looks at its own limits. Lengths of strings and repetitions
-of regular expressions cost little until text comes, so their limits only keep out what no answer could hold. The
-limits follow what was measured (docs/measurements.md).
+intersects `patternProperties` pair by pair, all before it checks its own limits. Lengths of strings and repetitions of
+regular expressions cost little until text comes, so their limits only exclude sizes that no answer could have. The
+limits follow measurements (docs/measurements.md).
 
-What these functions do not see, such as products of several keywords, the grammar worker's limits of memory and time
-stop. A text that they cannot read is left to the compiler, which says what is wrong with it.
+Costs that these functions do not see, such as products of several keywords, meet the grammar worker's limits of memory
+and time. A text that they cannot read is left to the compiler, which says what is wrong with it.
 """
 
 import json
@@ -20,21 +20,21 @@ from eyas.grammar.compile import MOST_CHARACTERS, GrammarKind
 
 MAX_ITEMS = 10_000
 MAX_ITEMS_TOGETHER = 40_000
-"""Over all arrays of a schema."""
+"""The sum over all arrays of a schema."""
 MAX_LENGTH = 1_000_000
-"""Of a string, in characters."""
+"""Characters of a string."""
 MAX_PROPERTIES = 1_000
-"""Of one object: that many may be named, or counted by minProperties and maxProperties."""
+"""Properties of one object that may be named, or counted by minProperties and maxProperties."""
 MAX_PATTERN_PROPERTIES = 100
 MAX_DEPTH = 64
 MAX_NODES = 20_000
 """Values in a schema, of any type."""
 MAX_DIGITS = 40
-"""Of a number."""
+"""Digits of a number."""
 MAX_MULTIPLE_OF = 20_000
-"""Without factors of 2 and 5, which need no states."""
+"""The limit without factors of 2 and 5, which need no states."""
 MAX_REPETITIONS = 100_000
-"""Of one thing by quantifiers inside each other."""
+"""Repetitions of one thing by nested quantifiers."""
 MAX_CHOICES = 5_000
 
 _COUNTS = {
@@ -47,7 +47,7 @@ _COUNTS = {
 }
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LITERALS = ("const", "enum", "default", "examples")
-"""Keywords whose values are data: a `maxItems` in them is a key like any other."""
+"""Keywords whose values are data: a `maxItems` in them is an ordinary key."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose keys are names, not keywords."""
 
@@ -69,7 +69,7 @@ def check_bounds(kind: GrammarKind, text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """The bounds of a JSON schema, `$defs` and all that is nested in it included."""
+    """Check a JSON schema, with `$defs` and everything nested."""
     items = 0
     for keyword, value, depth, nodes in _walk(schema):
         if depth > MAX_DEPTH:
@@ -87,8 +87,8 @@ def check_schema(schema: Any) -> None:
 
 
 def check_regex(pattern: str) -> None:
-    """The bounds of a regular expression: how often quantifiers inside each other repeat a thing."""
-    inside, atom = [1], 1  # the most repetitions in each open group, and of what a quantifier would stand behind
+    """Check how often nested quantifiers of a regular expression repeat a thing."""
+    inside, atom = [1], 1  # the most repetitions in each open group, and of the newest part
     for match in _REGEX_PART.finditer(pattern):
         part = match.group()
         if part == "(":
@@ -110,7 +110,7 @@ def check_regex(pattern: str) -> None:
 
 
 def check_lark(text: str) -> None:
-    """The bounds of a grammar in Lark's syntax or GBNF, of the schemas and regular expressions in it too."""
+    """Check a grammar in Lark's syntax or GBNF, with the schemas and regular expressions in it."""
     position = 0
     while match := _LARK_PART.search(text, position):
         position = match.end()
@@ -154,7 +154,7 @@ def _read_json(text: str) -> Any:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Any, int, int]]:
-    """All values with the keyword that they belong to, if any, their depth, and how many there were."""
+    """All values: the keyword of each, if any, the value, its depth, and the number of values so far."""
     nodes = 0
     left: list[tuple[str, Any, int, bool]] = [("", schema, 1, True)]
     while left:

@@ -1,7 +1,7 @@
-"""The gate before the server's own compiler: only grammars that the grammar worker got through come in.
+"""The gate before the server's own compiler: it admits only grammars that the grammar worker has compiled.
 
-A matcher cannot cross processes, so the server compiles again what passed. That takes what it took the worker, which is
-bounded; what would take more has ended a fork of the worker and nothing else.
+A matcher cannot cross processes, so the server compiles an admitted grammar again, at the cost that the worker has
+bounded. A grammar beyond the bounds ends a fork of the worker and nothing else.
 """
 
 import json
@@ -22,22 +22,22 @@ from eyas.serve.grammar.worker import Outcome
 
 logger = logging.getLogger(__name__)
 END_SECONDS = 2.0
-"""For the worker to end its forks."""
+"""The time for the worker to end its forks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarVerdict:
-    """What became of a grammar in the worker."""
+    """The worker's result for a grammar."""
 
     outcome: Outcome
     reason: str = ""
-    """What is wrong with it, if it is invalid."""
+    """The reason why it is invalid, if it is."""
     taken: int = 0
-    """Bytes that the compiled grammar takes."""
+    """Memory of the compiled grammar, in bytes."""
 
 
 class GrammarGate:
-    """A worker process, started when it is first needed or by `start`, and again when it was lost."""
+    """A worker process, started at first use or by `start`, and again after it was lost."""
 
     def __init__(self, tokenizer: Callable[[], TokenizerData]) -> None:
         self._tokenizer = tokenizer
@@ -51,15 +51,14 @@ class GrammarGate:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker, if there is one."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the worker, so that the first grammar need not wait for it."""
+        """Start the worker, so that the first grammar does not wait for it."""
         self._writer.submit(self._write, None)
 
     def check(self, client: str, kind: GrammarKind, text: str) -> Future[GrammarVerdict]:
-        """Let the worker try a grammar; `client` is who must not keep others waiting."""
+        """Let the worker try a grammar. Clients take turns, so that none of them blocks the others."""
         verdict: Future[GrammarVerdict] = Future()
         job = {"id": next(self._ids), "client": client, "kind": kind, "text": text}
         with self._lock:
@@ -68,7 +67,7 @@ class GrammarGate:
         return verdict
 
     def close(self) -> None:
-        """End the worker. Grammars that are being tried are told to be busy."""
+        """End the worker. Grammars that it is trying get the outcome busy."""
         if self._close is not None:
             self._close()
 
@@ -90,8 +89,8 @@ class GrammarGate:
             [sys.executable, "-c", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a fork that dies prints where, for nobody
-            start_new_session=True,  # Ctrl-C is the server's; the worker ends with its input
+            stderr=subprocess.DEVNULL,  # a fork that dies prints a trace that nobody needs
+            start_new_session=True,  # Ctrl-C is for the server; the worker ends with its input
         )
         if self._close is not None:
             self._close.detach()
@@ -109,7 +108,7 @@ class GrammarGate:
         self._process.stdin.flush()
 
     def _settle(self, id_: int | None, verdict: GrammarVerdict) -> None:
-        """Give a verdict to whoever waits for it; without an id to all."""
+        """Give a verdict to the future that waits for it; without an id to all."""
         with self._lock:
             if id_ is None:
                 settled, self._pending = list(self._pending.values()), {}
@@ -123,7 +122,7 @@ class GrammarGate:
 def _read(
     settle: "weakref.WeakMethod[Callable[[int | None, GrammarVerdict], None]]", process: subprocess.Popen[bytes]
 ) -> None:
-    """Hand on verdicts until the worker ends. Holds the gate weakly: it must be able to go, and end the worker."""
+    """Pass on verdicts until the worker ends. The weak reference lets the gate be collected, which ends the worker."""
     assert process.stdout is not None
     for line in process.stdout:
         told = json.loads(line)

@@ -1,13 +1,13 @@
-"""The grammar worker: a small process that tries grammars of strangers before the server compiles them.
+"""The grammar worker: a small process that tries untrusted grammars before the server compiles them.
 
 It imports no torch, reads the tokenizer once and then forks for each grammar: the fork compiles it and computes the
-first token mask under limits of memory and processor time, tells the outcome and ends, so what it took always comes
-back. Forking is safe here and only here: this process has one thread and nothing but the tokenizer.
+first token mask under limits of memory and processor time, reports the outcome and ends, so its memory is always
+returned. Forking is safe here and only here: this process has one thread and nothing but the tokenizer.
 
-Lines of JSON come in on standard input (the tokenizer first, then jobs) and go out on standard output (verdicts). When
-the input ends, so does the worker: it cannot outlive its server.
+Lines of JSON come in on standard input (the tokenizer first, then jobs) and go out on standard output (verdicts). The
+worker ends when its input ends, so it cannot outlive its server.
 
-Fairness: grammars wait in line per client, and clients take turns. A few run at once; one that takes longer than most
+Fairness: each client has a queue, and clients take turns. A few grammars run at once; one that takes longer than most
 makes room for the next, as long as there are not too many slow ones.
 """
 
@@ -30,13 +30,13 @@ from eyas.serve.grammar.bounds import check_bounds
 
 Outcome = Literal["ok", "invalid", "time", "memory", "crash", "busy"]
 JOB_BYTES = 192 * 2**20
-"""Address space that a grammar may take beside the tokenizer."""
+"""Address space for a grammar beside the tokenizer."""
 JOB_CPU_SECONDS = 2.0
 JOB_SECONDS = 15.0
-"""By the clock: a grammar that was not given its processor time by then may come again."""
+"""Wall time: a grammar that did not get its processor time by then may be sent again."""
 QUICK_JOBS = 2
 QUICK_CPU_SECONDS = 0.3
-"""After this a job counts as slow. Of processor time: a quick one on a busy machine is still quick."""
+"""Processor time after which a job counts as slow: a quick one on a busy machine is still quick."""
 SLOW_JOBS = 2
 WAIT_SECONDS = 10.0
 MAX_WAITING = 128
@@ -44,7 +44,7 @@ MAX_WAITING_OF_CLIENT = 32
 VIRTUAL, RESIDENT = 0, 1
 """Columns of /proc/self/statm."""
 NICENESS = 5
-"""Compiling must not keep the engine waiting."""
+"""Compiling must not slow the engine."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Job:
     started: float = 0.0
     pid: int = 0
     pipe: int = -1
-    """Where its process writes the verdict."""
+    """The pipe to which its process writes the verdict."""
     slow: bool = False
 
 
@@ -69,14 +69,13 @@ class GrammarWorker:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._waiting: dict[str, deque[Job]] = {}
-        """By client, in the order of their turns."""
+        """Jobs by client, in the order of their turns."""
         self._running: dict[int, Job] = {}
-        """By pipe."""
+        """Jobs by pipe."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
 
     def run(self, unread: bytes) -> None:
-        """Work until the input ends."""
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         while True:
             *lines, unread = unread.split(b"\n")
@@ -119,7 +118,7 @@ class GrammarWorker:
         self._selector.register(job.pipe, selectors.EVENT_READ)
 
     def _finish(self, job: Job, outcome: Outcome | None = None) -> None:
-        """Tell how a job ended: what its process wrote, or what it died of."""
+        """Report the outcome of a job: the verdict of its process, or the signal that ended it."""
         self._selector.unregister(job.pipe)
         del self._running[job.pipe]
         if outcome is not None:
@@ -135,10 +134,7 @@ class GrammarWorker:
             _tell(job, **verdict)
         elif died_of == signal.SIGPROF:
             _tell(job, "time")
-        elif died_of in (
-            signal.SIGABRT,
-            signal.SIGKILL,
-        ):  # an allocation that failed ends llguidance; or the system did
+        elif died_of in (signal.SIGABRT, signal.SIGKILL):  # an allocation failed in llguidance, or the system ended it
             _tell(job, "memory")
         else:
             _tell(job, "crash")
@@ -151,7 +147,7 @@ class GrammarWorker:
             elif not job.slow and _cpu_seconds(job) > QUICK_CPU_SECONDS:
                 if sum(other.slow for other in self._running.values()) < SLOW_JOBS:
                     job.slow = True
-                elif self._waiting:  # nobody else wants its place otherwise
+                elif self._waiting:  # otherwise nothing needs its place
                     self._finish(job, "busy")
         for line in self._waiting.values():
             while line and now - line[0].came > WAIT_SECONDS:
@@ -165,7 +161,7 @@ class GrammarWorker:
 
 
 def _cpu_seconds(job: Job) -> float:
-    """Processor time of its process so far; the time since its start where the system does not tell."""
+    """Processor time of its process so far; the time since its start on systems without /proc."""
     stat = Path(f"/proc/{job.pid}/stat")
     if not stat.exists():
         return time.monotonic() - job.started
@@ -180,7 +176,7 @@ def _tell(job: Job, outcome: Outcome, reason: str = "", taken: int = 0) -> None:
 
 
 def _try_grammar(tokenizer: Any, job: Job, written: int) -> NoReturn:
-    """In the fork."""
+    """Compile a grammar in the fork, report and exit."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -193,7 +189,7 @@ def _try_grammar(tokenizer: Any, job: Job, written: int) -> NoReturn:
             check_bounds(job.kind, job.text)
             matcher = compile_matcher(tokenizer, job.kind, job.text)
             taken = max(0, _memory(RESIDENT) - before)
-            del matcher  # it had to be there for that
+            del matcher  # kept until its memory was measured
         except UserError as error:
             outcome, reason = "invalid", str(error)[:2000]
         except MemoryError:
@@ -201,19 +197,19 @@ def _try_grammar(tokenizer: Any, job: Job, written: int) -> NoReturn:
         os.write(written, json.dumps({"outcome": outcome, "reason": reason, "taken": taken}).encode())
         code = 0
     finally:
-        os._exit(code)  # without any cleaning up: that belongs to the parent
+        os._exit(code)  # without cleanup, which belongs to the parent
 
 
 def _limit_process() -> None:
-    """Memory and processor time of this process, from here on."""
+    """Limit memory and processor time of this process from here on."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if taken := _memory(VIRTUAL):
         resource.setrlimit(resource.RLIMIT_AS, (taken + JOB_BYTES, taken + JOB_BYTES))
-    signal.setitimer(signal.ITIMER_PROF, JOB_CPU_SECONDS)  # its signal ends the process, in the midst of anything
+    signal.setitimer(signal.ITIMER_PROF, JOB_CPU_SECONDS)  # its signal ends the process at any point
 
 
 def _memory(column: int) -> int:
-    """Bytes of this process; 0 elsewhere than on Linux, where a limit would not count either."""
+    """Memory of this process in bytes; 0 except on Linux, since limits do not work elsewhere."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[column]) * resource.getpagesize() if statm.exists() else 0
 

@@ -1,1 +1,1 @@
-"""Answers kept to learn from (`eyas serve --learn`): whose, in which form, and where."""
+"""Keeps answers (`eyas serve --learn`) and adapts the drafter to them."""

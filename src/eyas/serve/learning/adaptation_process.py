@@ -1,7 +1,7 @@
-"""`eyas adapt` as a process of its own beside the server: niced, with its own log, and gone when the server is.
+"""Runs `eyas adapt` as a process beside the server: niced, with its own log, ended with the server.
 
 It runs in a session of its own, so that Ctrl-C is for the server, and a keeper ends that session if the server is
-killed. What it prints goes to its log; of a failure, the last line.
+killed. Its output goes to its log; the last line of it describes a failure.
 """
 
 import os
@@ -19,15 +19,15 @@ from eyas.serve.keeper import end_session
 NICENESS = 10
 STOP_SECONDS = 5.0
 MOST_READ = 2**16
-"""Bytes of the log, from its end."""
+"""The bytes of the log that are read, from its end."""
 MOST_WORDS = 400
 
 
 class AdaptationProcess:
-    """A running adaptation. `stop` it when its end is not waited for any longer."""
+    """A running adaptation. Call `stop` if its end is not awaited any more."""
 
     def __init__(self, command: Sequence[str], log: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start it; OSError if that fails. The log begins anew."""
+        """Start it with an empty log; OSError if that fails."""
         self._log, self._clock, self._began = log, clock, clock()
         self._released = False
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -39,7 +39,7 @@ class AdaptationProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
-                umask=0o077,  # what it writes has learnt from private answers
+                umask=0o077,  # its files come from private answers
             )
         try:
             self._keeper = subprocess.Popen(
@@ -58,12 +58,10 @@ class AdaptationProcess:
 
     @property
     def pid(self) -> int:
-        """Also its session."""
         return self._process.pid
 
     @property
     def seconds(self) -> float:
-        """How long it has been running."""
         return self._clock() - self._began
 
     def poll(self) -> int | None:
@@ -74,7 +72,7 @@ class AdaptationProcess:
         return code
 
     def stop(self) -> None:
-        """End it and all that it started; once is enough."""
+        """End it and its child processes, if that was not done yet."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -83,7 +81,6 @@ class AdaptationProcess:
         self._release()
 
     def last_line(self) -> str:
-        """The newest line of its log."""
         try:
             with self._log.open("rb") as log:
                 log.seek(max(0, self._log.stat().st_size - MOST_READ))
@@ -93,7 +90,7 @@ class AdaptationProcess:
         return lines[-1].strip()[:MOST_WORDS] if lines else "it said nothing"
 
     def _release(self) -> None:
-        """Whatever it started goes with it, and so does the keeper. Later its number may be somebody else's."""
+        """End its child processes and the keeper now: later its process id may belong to another process."""
         if self._released:
             return
         self._released = True

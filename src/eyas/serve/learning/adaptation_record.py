@@ -1,4 +1,4 @@
-"""What `eyas adapt` says of a drafter that it made (`record.json`), and whether that is enough to serve with it."""
+"""The record that `eyas adapt` writes about a new drafter (`record.json`), and the check before it may serve."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ class _Read(BaseModel):
 
 
 class GateGain(_Read):
-    """after / before - 1 of the acceptance lengths on held-out answers, and where it may lie."""
+    """The gain in acceptance length on held-out answers, after / before - 1, with its interval."""
 
     value: float
     low: float
@@ -24,13 +24,13 @@ class GateGain(_Read):
 
 
 class GateLength(_Read):
-    """What one drafter came to there."""
+    """The acceptance length of one drafter."""
 
     acceptance_length: float
 
 
 class GateChange(_Read):
-    """Old and new drafter on some conversations."""
+    """The old and the new drafter on some conversations."""
 
     conversations: int
     before: GateLength
@@ -51,7 +51,7 @@ class TargetName(_Read):
 
 
 class AdaptationRecord(_Read):
-    """The fields that the server goes by."""
+    """The fields that the server uses."""
 
     form: Literal["eyas.adaptation/1"] = Field(alias="schema")
     kept: bool
@@ -59,19 +59,19 @@ class AdaptationRecord(_Read):
     start: DrafterName = Field(alias="from")
     target: TargetName
     drafter: DrafterName | None = None
-    """None if it was not kept."""
+    """None if the old drafter was kept."""
     changes: dict[str, GateChange]
     data: dict[str, Any] = {}
 
     @classmethod
     def read(cls, out: Path) -> "AdaptationRecord":
-        """That of a folder of `eyas adapt`; OSError or ValueError if it cannot be had."""
+        """Read the record in a folder of `eyas adapt`; OSError or ValueError if it cannot be read."""
         return cls.model_validate(read_record(out / RECORD))
 
     def objection(self, made: Path, *, start: str, target: str) -> str | None:
-        """Why the drafter must not serve, if so; `start` and `target` are the fingerprints of those that do.
+        """The reason why the drafter must not serve, if there is one: it was made from, or for, other weights.
 
-        What is not better beyond the interval has been told by `kept` already; here it is about being the right one.
+        `start` and `target` are the fingerprints of drafter and target in service. `kept` says whether it is better.
         """
         if self.target.fingerprint != target:
             return f"it learnt another target ({self.target.fingerprint}) than the one that is served ({target})"

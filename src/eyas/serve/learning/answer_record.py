@@ -1,8 +1,8 @@
-"""A finished answer as a line of the file that `eyas data answer` writes, so that `eyas adapt` takes it as it is.
+"""Writes finished answers as lines of the format of `eyas data answer`, so that `eyas adapt` can read them.
 
-Tokens are what a drafter learns from; the messages beside them are for people and for the doctor's prompts. States of
-the target are not kept: they are thousands of bytes a token where the tokens are ten, and one pass of the target over
-the answers gives them again (`train/sources/live.py`).
+A drafter learns from the tokens; the messages beside them are for people and for the doctor's prompts. States of the
+target are not kept: they take thousands of bytes per token where the tokens take ten, and one pass of the target over
+the answers computes them again (`train/sources/live.py`).
 """
 
 import json
@@ -19,7 +19,7 @@ from eyas.target.text import TargetText
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedAnswer:
-    """One answer that its client has got to the end."""
+    """A complete answer that its client has received."""
 
     body: GenerationRequest
     prompt: tuple[int, ...]
@@ -29,7 +29,7 @@ class FinishedAnswer:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the target said, a stop token included."""
+        """The tokens of the answer, stop token included."""
         return tuple(token for delta in self.choice.deltas for token in delta.tokens)
 
 
@@ -41,7 +41,7 @@ class AnswerRecorder:
         self._target, self._builder, self._author = target, request_builder, dict(author)
 
     def line(self, answer: FinishedAnswer) -> bytes | None:
-        """The answer as JSON with a line break; None if it says nothing."""
+        """The answer as JSON with a line break; None if it is empty."""
         said, tokens = _message(answer.choice), answer.tokens
         if not tokens or not (said.get("tool_calls") or (said["content"] + said.get("reasoning_content", "")).strip()):
             return None
@@ -60,14 +60,14 @@ class AnswerRecorder:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
     def _asked(self, answer: FinishedAnswer) -> list[dict[str, Any]]:
-        """The conversation as the chat template got it; a bare prompt as a question."""
+        """The conversation as the chat template gets it; a bare prompt as a user's message."""
         if isinstance(answer.body, ChatCompletionRequest):
             return self._builder.messages(answer.body)
         return [{"role": "user", "content": self._target.decode(answer.prompt, skip_special_tokens=False)}]
 
 
 def _message(choice: ChoiceOutput) -> dict[str, Any]:
-    """The assistant's message under the names that files of conversations have."""
+    """The assistant's message, with the field names of conversation files."""
     message = choice.message
     said: dict[str, Any] = {"role": "assistant", "content": message["content"] or ""}
     if choice.parser is not None and choice.parser.reasoning:

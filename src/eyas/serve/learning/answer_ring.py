@@ -1,11 +1,11 @@
-"""Answers in a folder of bounded size: files of JSON lines, of which the oldest goes when a new line needs its room.
+"""Keeps answers in a folder of bounded size: files of JSON lines, the oldest of which is deleted for new lines.
 
-Invariants: the files together never hold more than `max_bytes`; a file that has its name holds at least one line; all
-lines are whole, but for the last one of a file while it is written, or if the process was killed while it was (the next
-start takes that off). Only the user who runs the server can read any of it: the folder has mode 0700 and its files
-0600, and a folder that lets others in is refused, at the start and with every line.
+Invariants: the files together never hold more than `max_bytes`; a file under its final name holds at least one line;
+all lines are whole, except the last one of a file while it is written or if the process was killed meanwhile (the next
+start removes it). Only the user who runs the server can read them: the folder has mode 0700 and its files 0600, and a
+folder with other permissions is refused, at the start and with every line.
 
-Files may be deleted or replaced at any time by whoever may: the next line then begins a new one.
+The operator may delete or replace files at any time: the next line then begins a new one.
 """
 
 import json
@@ -24,16 +24,16 @@ from eyas.data.conversations import parse_conversation
 from eyas.errors import UserError
 
 FILES = 16
-"""As many share the bytes, so that a sixteenth goes at a time."""
+"""Files that share the bytes: a sixteenth is deleted at a time."""
 LEAST_BYTES = 2**20
 ATTEMPT = "adaptation"
-"""The folder inside it in which an adaptation has its copy of answers (`learner.py`)."""
+"""The subfolder with an adaptation's copy of the answers (`learner.py`)."""
 _NAME = re.compile(r"answers-(\d{8,})\.jsonl")
 _CHUNK = 2**16
 
 
 class RingFile(NamedTuple):
-    """A file of answers; of those of a folder, higher numbers are newer."""
+    """A file of answers; within a folder, higher numbers are newer."""
 
     number: int
     path: Path
@@ -41,7 +41,7 @@ class RingFile(NamedTuple):
 
 
 def ring_files(folder: Path) -> list[RingFile]:
-    """The files of a folder of answers, the oldest first; for whoever reads beside the process that writes."""
+    """The files of a folder of answers, the oldest first. A process may read them while another writes."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -52,10 +52,10 @@ def ring_files(folder: Path) -> list[RingFile]:
 
 
 class AnswerRing:
-    """A folder of answers that one process writes to. Not for several threads at once."""
+    """A folder of answers that one process writes to, on one thread at a time."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Make the folder, or take the one that is there and mend what a kill has left in it."""
+        """Make the folder, or open an existing one and repair it if a process was killed."""
         if max_bytes < LEAST_BYTES:
             raise UserError(f"--learn-bytes is {max_bytes:,}; give {LEAST_BYTES:,} or more")
         self.folder, self.max_bytes = folder, max_bytes
@@ -69,7 +69,7 @@ class AnswerRing:
             self._mend()
             self.bytes = sum(size for _, size in self._files())
             self._newest = max((file.number for file in ring_files(folder)), default=0)
-            """The number of the newest file that there ever was, as far as this process knows."""
+            """The number of the newest file so far, as far as this process knows."""
         except Timeout as error:
             raise UserError(f"another server keeps its answers in {folder}; name another folder by --learn") from error
         except OSError as error:
@@ -94,9 +94,9 @@ class AnswerRing:
             return
 
     def append(self, line: bytes) -> bool:
-        """Add a line that ends with a line break; False if it is longer than all the room there is.
+        """Add a line that ends with a line break; False if it is longer than `max_bytes`.
 
-        An OSError (the disk is full, say) or a UserError (the folder was opened to others) leaves no part of it behind.
+        An OSError (such as a full disk) or a UserError (the folder was opened to others) leaves no part of it behind.
         """
         if len(line) > self.max_bytes:
             return False
@@ -118,7 +118,7 @@ class AnswerRing:
         return True
 
     def _is_in_place(self) -> bool:
-        """Whether the newest file is still what has its name: it may have been deleted, moved or replaced."""
+        """Whether the newest file still exists under its name: it may have been deleted, moved or replaced."""
         assert self._open is not None
         path, descriptor = self._open
         try:
@@ -127,12 +127,12 @@ class AnswerRing:
             return False
 
     def close(self) -> None:
-        """End the newest file and let others use the folder; a second time does nothing."""
+        """Close the newest file and unlock the folder. May be called twice."""
         self._end_file()
         self._lock.release()
 
     def _require_private(self) -> None:
-        """Make the folder if it is not there; refuse one that others can look into."""
+        """Make the folder if it does not exist; refuse one that others can read."""
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         found = self.folder.stat()
@@ -145,12 +145,12 @@ class AnswerRing:
             )
 
     def _files(self) -> list[tuple[Path, int]]:
-        """Oldest first, each with its size."""
+        """The files, oldest first, each with its size."""
         return [(file.path, file.size) for file in ring_files(self.folder)]
 
     def _mend(self) -> None:
-        """Take off what a kill left: a begun file without its name, the part of a line at the end of one, and the copy
-        of answers of an adaptation."""
+        """Remove the remains of a killed process: a file under a temporary name, a part of a line, and an adaptation's
+        copy of answers."""
         shutil.rmtree(self.folder / ATTEMPT, ignore_errors=True)
         for path in self.folder.glob(".answers-*.partial"):
             path.unlink()
@@ -175,7 +175,7 @@ class AnswerRing:
             held -= size
 
     def _begin_file(self, line: bytes) -> None:
-        """Under a hidden name until its first line is whole: readers refuse an empty file."""
+        """Begin a file under a hidden name until its first line is whole, since readers refuse empty files."""
         newest = max([self._newest, *(file.number for file in ring_files(self.folder))])
         path = self.folder / f"answers-{newest + 1:08d}.jsonl"
         staging = self.folder / f".{path.name}.partial"
@@ -217,6 +217,6 @@ def _write(descriptor: int, line: bytes) -> None:
 
 
 def _read_before(descriptor: int, end: int) -> bytes:
-    """The last bytes before a place in a file."""
+    """The last bytes before a position in a file."""
     start = max(0, end - _CHUNK)
     return os.pread(descriptor, end - start, start)

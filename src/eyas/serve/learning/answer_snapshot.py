@@ -1,7 +1,7 @@
-"""Answers of a ring as they are at one moment: where it ends, how many came since, the newest in a file of their own.
+"""Snapshots of an answer ring: its end, the number of answers since, and a copy of the newest ones.
 
-An adaptation reads its answers for minutes. Meanwhile the ring goes on: files grow, and the oldest go. So it gets a
-copy of the newest ones, whole lines alone, and only those of the target that is served.
+An adaptation reads its answers for minutes, while files grow and the oldest are deleted. It therefore gets a copy of
+the newest ones: whole lines only, and only those of the served target.
 """
 
 import json
@@ -16,30 +16,30 @@ from eyas.serve.learning.answer_ring import RingFile, ring_files
 
 
 class RingEnd(NamedTuple):
-    """A place in a ring: what is behind it is newer."""
+    """A position in a ring; later answers are newer."""
 
     number: int = 0
     offset: int = 0
-    """Bytes of the file of that number."""
+    """The position in the file of that number, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotCounts:
-    """What a snapshot holds."""
+    """The number of lines that a snapshot holds."""
 
     answers: int
     others: int
-    """Lines that were left out: of another target, or not to be read."""
+    """Lines that were left out: of another target, or not readable."""
 
 
 def end_of(folder: Path) -> RingEnd:
-    """Where a ring ends at present."""
+    """The current end of a ring."""
     files = ring_files(folder)
     return RingEnd(files[-1].number, files[-1].size) if files else RingEnd()
 
 
 def count_behind(folder: Path, place: RingEnd) -> int:
-    """How many answers are newer than a place; all of them, if the ring was emptied since and began anew."""
+    """The number of answers behind a position; all of them, if the ring was emptied meanwhile."""
     if end_of(folder) < place:
         place = RingEnd()
     newer = [file for file in ring_files(folder) if file.number >= place.number]
@@ -47,7 +47,7 @@ def count_behind(folder: Path, place: RingEnd) -> int:
 
 
 def copy_newest(folder: Path, to: Path, *, most: int, fingerprint: str) -> SnapshotCounts:
-    """Write the newest answers of a target to a new file, the oldest of them first. OSError if that fails."""
+    """Write the newest answers of a target to a new file in their order. OSError if that fails."""
     files = ring_files(folder)
     skipped = -most
     counted: list[tuple[RingFile, int]] = []
@@ -75,7 +75,7 @@ def copy_newest(folder: Path, to: Path, *, most: int, fingerprint: str) -> Snaps
 
 
 def _lines(file: RingFile, start: int = 0) -> Iterator[bytes]:
-    """Whole lines of a file, as far as it went when it was looked for."""
+    """The whole lines of a file, up to its size when it was listed."""
     with suppress(FileNotFoundError), file.path.open("rb") as lines:
         lines.seek(start)
         left = file.size - start

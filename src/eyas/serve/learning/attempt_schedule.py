@@ -1,6 +1,6 @@
-"""When the next adaptation may begin, and how the last one ended: the interval, doubled behind failures in a row.
+"""Schedules adaptations: an interval between attempts, doubled after each failure in a row.
 
-Times are of the monotonic clock, so that a wall clock that jumps changes nothing.
+Times are by the monotonic clock, so that jumps of the wall clock have no effect.
 """
 
 import logging
@@ -15,45 +15,44 @@ logger = logging.getLogger(__name__)
 MOST_BACKOFF = 6
 """Doublings of the interval."""
 LEAST_BACKOFF = 1.0
-"""Seconds that a failure counts for at least, whatever the interval is."""
+"""The least wait after a failure in seconds, for any interval."""
 
 AskedBy = Literal["answers", "alarm"]
 SettledOutcome = Literal[AttemptOutcome, "refused", "superseded"]
-"""refused: it would be better, and must not serve; superseded: the drafter that it began with was changed meanwhile."""
+"""refused: better, but it must not serve; superseded: the drafter was changed during the attempt."""
 
 
 class AttemptSchedule:
-    """Attempts of the learner, one after the other."""
+    """The learner's attempts, one at a time."""
 
     def __init__(self, interval: float, metrics: ServerMetrics, clock: Callable[[], float]) -> None:
-        """`interval` is that between two attempts at least, in seconds."""
+        """`interval` is the least time between two attempts, in seconds."""
         self.clock = clock
         self.attempts = self.failures = 0
-        """So far, and in a row."""
+        """All attempts, and the failures in a row."""
         self.last: dict[str, Any] | None = None
-        """How the last one ended, in words that every user may read."""
+        """The last result, without private texts: every user may read it."""
         self._interval, self._metrics = interval, metrics
         self._asked_by: AskedBy = "answers"
         self._not_before = clock()
 
     @property
     def wait(self) -> float:
-        """Seconds until the next may begin."""
+        """Seconds until the next attempt may begin."""
         return max(0.0, self._not_before - self.clock())
 
     @property
     def backing_off(self) -> bool:
-        """Whether it waits because of failures."""
         return self.failures > 0 and self.wait > 0
 
     def begin(self, asked_by: AskedBy) -> int:
-        """Count an attempt; its number."""
+        """Count an attempt and return its number."""
         self.attempts += 1
         self._asked_by = asked_by
         return self.attempts
 
     def settle(self, outcome: SettledOutcome, reason: str, result: AttemptResult | None = None) -> None:
-        """Write down how an attempt ended, and when the next may begin."""
+        """Record the result of an attempt and set the time of the next."""
         traffic = None if result is None or result.record is None else result.record.changes.get(TRAFFIC)
         self.last = {
             "attempt": self.attempts,
@@ -68,11 +67,11 @@ class AttemptSchedule:
         logger.warning(f"adaptation {self.attempts}: {outcome}: {reason}")
         if outcome in ("failed", "refused"):
             self.back_off()
-        elif outcome != "superseded":  # which says nothing of what the next one will come to
+        elif outcome != "superseded":  # which says nothing about the next one
             self.failures, self._not_before = 0, self.clock() + self._interval
 
     def back_off(self) -> None:
-        """Wait longer, the more failures there were in a row; a drafter that was sent back counts as one."""
+        """Wait longer after each failure in a row. A rolled-back drafter counts as a failure."""
         self.failures += 1
         wait = max(LEAST_BACKOFF, self._interval) * 2 ** min(self.failures, MOST_BACKOFF)
         self._not_before = self.clock() + wait

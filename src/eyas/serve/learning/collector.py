@@ -1,8 +1,8 @@
-"""Keeps finished answers while the server serves: a thread of its own writes what the event loop hands it.
+"""Writes finished answers on a thread of its own while the server serves.
 
-Serving never waits for it. What comes faster than it is written is dropped beyond a bound, and counted. If the disk is
-full or a write fails, collecting pauses: answers are dropped, the log and /status say why, and the first answer after
-`RETRY_SECONDS` is tried again. Texts are never logged, not even those of errors.
+Serving never waits for it. Answers that come faster than they are written are dropped beyond a bound, and counted. If
+the disk is full or a write fails, collecting pauses: answers are dropped, the log and /status say why, and the first
+answer after `RETRY_SECONDS` is tried again. Texts are never logged, not even those of errors.
 """
 
 import logging
@@ -20,39 +20,39 @@ from eyas.serve.monitoring.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 MAX_WAITING_TOKENS = 2**20
-"""Of prompts and answers that wait to be written."""
+"""The limit of tokens in prompts and answers that wait to be written."""
 MAX_WAITING_ANSWERS = 512
-"""Each holds its request's body, which may be far longer than its prompt."""
+"""The limit of waiting answers: each holds its request's body, which may be far longer than its prompt."""
 RETRY_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
-"""For what still waits at the end; more than a disk that works needs."""
+"""The time to write the waiting answers at the end; more than a working disk needs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LearnFolder:
-    """Where answers are kept, and whose they are."""
+    """A folder of answers, and the target that made them."""
 
     ring: AnswerRing
     author: Mapping[str, str]
-    """The target by name and, if they can be seen, by its weights; in every record."""
+    """The target's name and, if its weights are accessible, their fingerprint; in every record."""
     learner: LearnerSettings | None = None
-    """How the server adapts its drafter to the answers; None: it only keeps them."""
+    """How the server adapts its drafter to the answers; None if it only keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorStatus:
-    """What became of answers since the start, and what is kept now."""
+    """Counts of answers since the start, and the bytes that are kept now."""
 
     collected: int
     dropped: int
     bytes: int
     max_bytes: int
     paused: str | None
-    """Why nothing is kept at present, if so."""
+    """The reason why no answers are kept at the moment, if so."""
 
 
 class AnswerCollector:
-    """Takes answers from the event loop and keeps them. `close` it at the end."""
+    """Takes answers from the event loop and writes them. Call `close` at the end."""
 
     def __init__(
         self,
@@ -75,7 +75,6 @@ class AnswerCollector:
 
     @property
     def status(self) -> CollectorStatus:
-        """The counts so far."""
         with self._lock:
             return CollectorStatus(
                 collected=self._collected,
@@ -86,7 +85,7 @@ class AnswerCollector:
             )
 
     def offer(self, answer: FinishedAnswer) -> None:
-        """Keep an answer, if there is room for it to wait."""
+        """Queue an answer, or drop it if the queue is full."""
         size = _size(answer)
         with self._lock:
             fits = self._waiting_tokens + size <= MAX_WAITING_TOKENS and self._waiting.qsize() < MAX_WAITING_ANSWERS
@@ -97,7 +96,7 @@ class AnswerCollector:
             self._drop()
 
     def close(self) -> None:
-        """Write what waits, and stop; the folder's owner closes it."""
+        """Write the waiting answers and stop. The caller closes the folder."""
         self._waiting.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -108,7 +107,7 @@ class AnswerCollector:
             try:
                 self._keep(answer)
             except Exception as error:
-                # Of a bug the kind is told alone: the error's own words may hold a text.
+                # Only the type of a bug's error: its message may hold a text.
                 logger.error(f"a bug in eyas lost an answer that was to be kept ({type(error).__name__})")
                 self._drop()
             finally:
@@ -140,7 +139,7 @@ class AnswerCollector:
             self._collected += 1
 
     def _pause(self, error: OSError | UserError) -> None:
-        """Every key may read /status, so the folder's name is told in the log alone."""
+        """Pause collecting. The folder's name goes to the log only, since every key may read /status."""
         reason = "the folder is not private; see the log"
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__

@@ -1,8 +1,8 @@
-"""Whose answers are kept: of callers that opted in, where the request does not say otherwise.
+"""Decides whose answers are kept: those of callers that opted in, unless the request says otherwise.
 
-A request with a `cache_salt` asks to share nothing with others of its key, not even times, and what a drafter learnt
-shows in times. One that says `"store": false` asks in OpenAI's words not to be kept. Both are left out unless they ask
-to be learnt from.
+A request with a `cache_salt` asks to share nothing with others of its key, not even timing, and timing shows what a
+drafter has learnt. A request with OpenAI's `"store": false` asks not to be kept. Both are left out unless they set
+`learn`.
 """
 
 from eyas.serve.access.caller import Caller
@@ -13,7 +13,7 @@ FIELD = "speculative.learn"
 
 
 def may_learn(body: GenerationRequest, caller: Caller, *, collecting: bool) -> bool:
-    """Whether the answers to a request are kept; an error if it asks for what is not done."""
+    """Whether the answers to a request are kept. An error if it asks for that and cannot get it."""
     wish = None if body.speculative is None else body.speculative.learn
     allowed = collecting and caller.learns
     if wish and not allowed:

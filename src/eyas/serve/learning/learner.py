@@ -1,10 +1,11 @@
-"""One adaptation after the other, each from start to verdict, in FOLDER/adaptation. What follows is not decided here.
+"""Runs adaptations, one at a time, from start to verdict, in FOLDER/adaptation. `loop.py` decides what follows.
 
 An attempt gets a copy of the newest answers and runs `eyas adapt` on it, from the drafter in service, on the stated
 share of the device's time. It ends with a drafter that is better, with one that is not, or with a failure: killed, out
-of disk, a record that cannot be read. As soon as it has ended, the copies of answers are deleted.
+of disk, a record that cannot be read. As soon as it has ended, its copies of answers are deleted.
 
-FOLDER/learner.json has how far answers were learnt from, so that a server that starts again knows how many are new.
+FOLDER/learner.json holds the position up to which answers were learnt from, so that a restarted server knows how many
+are new.
 """
 
 import json
@@ -28,34 +29,34 @@ from eyas.serve.learning.shelf import RECORD, read_record
 
 logger = logging.getLogger(__name__)
 MOST_ANSWERS = 4000
-"""The newest that one adaptation learns from and is judged by."""
+"""The newest answers that one adaptation learns from and is judged by."""
 LEAST_ANSWERS = 64
-"""Of fewer, an interval says little: `eyas adapt` holds out 16 at least."""
+"""With fewer answers an interval says little: `eyas adapt` holds out at least 16."""
 LEAST_SHARE = 0.001
-"""Of the device's time, as `eyas adapt --device-share` has it."""
+"""The least share of the device's time, as in `eyas adapt --device-share`."""
 MOST_SECONDS = 6 * 3600.0
-"""An adaptation that takes longer hangs, or its share of the device is too small to be of use."""
+"""The time limit: a longer adaptation hangs, or its share of the device is too small."""
 ANSWERS, ADAPTED, DRAFTER = "answers.jsonl", "adapted", "drafter"
 
 AttemptOutcome = Literal["better", "not_better", "failed"]
 Command = Callable[[str, Path, Path], Sequence[str]]
-"""The command line of an adaptation: of a drafter, to the answers in a file, into a folder."""
+"""Makes the command line of an adaptation from a drafter, a file of answers and an output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """When the server adapts its drafter, and at what price."""
+    """When the server adapts its drafter, and with which share of the device."""
 
     share: float
-    """Of the device's time."""
+    """The share of the device's time."""
     options: Sequence[str] = ()
-    """More of `eyas adapt`: the target, its precision, the device, and what the operator adds."""
+    """Further options of `eyas adapt`: the target, its precision, the device, and the operator's own."""
     answers: int = 500
     """New answers that an adaptation waits for."""
     interval: float = 1800.0
-    """Seconds between two adaptations at least."""
+    """The least time between two adaptations, in seconds."""
     resume: bool = True
-    """Whether a server that starts takes up the last good drafter of its folder."""
+    """Whether a starting server loads the last good drafter of its folder."""
 
     def __post_init__(self) -> None:
         if not LEAST_SHARE <= self.share <= 1:
@@ -66,18 +67,17 @@ class LearnerSettings:
             raise UserError(f"--learn-interval is {self.interval:g}; give seconds, 0 or more")
 
     def command(self, drafter: str, answers: Path, out: Path) -> list[str]:
-        """The command line of an adaptation."""
         given = ["--out", str(out), "--device-share", f"{self.share:g}", "--no-doctor", *self.options]
         return [sys.executable, "-m", "eyas", "adapt", drafter, str(answers), *given]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptResult:
-    """How an attempt ended."""
+    """The result of an attempt."""
 
     outcome: AttemptOutcome
     reason: str
-    """In words that every user may read."""
+    """The reason, without private texts: every user may read it."""
     seconds: float
     answers: int
     record: AdaptationRecord | None = None
@@ -86,7 +86,7 @@ class AttemptResult:
 
 
 class Learner:
-    """Makes attempts, one at a time. Its methods may wait for the disk; call them off the event loop."""
+    """Makes attempts, one at a time. Its methods may block on the disk: call them off the event loop."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Learner:
         command: Command,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprint` is the target's."""
+        """`fingerprint` is that of the target."""
         self._folder, self._fingerprint, self._command, self._clock = folder, fingerprint, command, clock
         self._out, self._notes = folder / ATTEMPT, folder / "learner.json"
         self._process: AdaptationProcess | None = None
@@ -105,16 +105,14 @@ class Learner:
 
     @property
     def running(self) -> bool:
-        """Whether an attempt is under way."""
         return self._process is not None
 
     @property
     def pid(self) -> int | None:
-        """Of the attempt under way."""
         return None if self._process is None else self._process.pid
 
     def count_new(self) -> int:
-        """Answers in the folder that no attempt has learnt from."""
+        """The number of answers in the folder that no attempt has learnt from."""
         try:
             number, offset = read_record(self._notes)["learnt_until"]
             return count_behind(self._folder, RingEnd(int(number), int(offset)))
@@ -125,7 +123,7 @@ class Learner:
         return count_behind(self._folder, RingEnd())
 
     def start(self, drafter: str) -> None:
-        """Begin an attempt from this drafter; UserError or OSError if it cannot be begun, and all is as before."""
+        """Begin an attempt from this drafter. If that fails (UserError, OSError), nothing has changed."""
         assert self._process is None, "one attempt at a time"
         try:
             shutil.rmtree(self._out, ignore_errors=True)
@@ -148,7 +146,7 @@ class Learner:
             raise
 
     def poll(self) -> AttemptResult | None:
-        """How the attempt ended; None while it is under way. What it made is there until `clear`."""
+        """The result of the attempt; None while it runs. Its files stay until `clear`."""
         process = self._process
         assert process is not None
         code, seconds = process.poll(), process.seconds
@@ -164,7 +162,7 @@ class Learner:
             return self._failed(f"it was killed by signal {-code}", process, seconds)
         out = self._out / ADAPTED
         made = out / DRAFTER
-        if code > 1 or (code == 1 and not (out / RECORD).exists()):  # 1 is also said of a drafter that is not better
+        if code > 1 or (code == 1 and not (out / RECORD).exists()):  # a drafter that is not better exits with 1 too
             return self._failed(f"it ended with code {code}", process, seconds)
         try:
             record = AdaptationRecord.read(out)
@@ -183,7 +181,7 @@ class Learner:
         )
 
     def note_learnt(self) -> None:
-        """The answers that the attempt took are not new any more. A disk that is full costs the note."""
+        """Record that the attempt's answers are not new any more. On a full disk the record is lost."""
         try:
             with new_file(self._notes) as staging:
                 staging.touch(mode=0o600)
@@ -192,17 +190,17 @@ class Learner:
             logger.warning(f"how far answers were learnt from could not be written down: {error}")
 
     def _forget_answers(self) -> None:
-        """Delete the copies that the attempt had; a drafter that it made may wait for long."""
-        with suppress(OSError):  # the server goes on, and `clear` tries again
+        """Delete the attempt's copies of answers: a drafter that it made may wait for long."""
+        with suppress(OSError):  # the server continues, and `clear` tries again
             (self._out / ANSWERS).unlink()
         shutil.rmtree(self._out / ADAPTED / "training" / "encoded", ignore_errors=True)
 
     def clear(self) -> None:
-        """Delete what the last attempt left."""
+        """Delete the files of the last attempt."""
         shutil.rmtree(self._out, ignore_errors=True)
 
     def stop(self) -> None:
-        """End an attempt that is under way; the server stops, or its drafter was changed."""
+        """End a running attempt: the server stops, or its drafter was changed."""
         if self._process is not None:
             process, self._process = self._process, None
             with suppress(OSError):
@@ -210,6 +208,6 @@ class Learner:
         self.clear()
 
     def _failed(self, reason: str, process: AdaptationProcess, seconds: float) -> AttemptResult:
-        """Its own last words go to the log alone: every user may read /status, and they may name folders."""
+        """A failure. The last line of its log goes to our log only: it may name folders, and /status is public."""
         logger.warning(f"an adaptation failed: {reason}; its last words: {process.last_line()}")
         return AttemptResult(outcome="failed", reason=reason, seconds=seconds, answers=self._answers)

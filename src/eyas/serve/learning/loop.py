@@ -1,15 +1,15 @@
-"""The server learns by itself: when to adapt the drafter, when to serve with the new one, when to go back.
+"""The learning loop: decides when to adapt the drafter, when to serve the new one, and when to roll back.
 
-    collect   until enough answers are new, or the drift alarm asks for an adaptation (fewer do then)
+    collect   until there are enough new answers, or the drift alarm asks for an adaptation (then fewer are enough)
     adapt     `eyas adapt` beside the server, on its share of the device (`learner.py`); its gate judges on the newest
               answers, which were held out
-    swap      if it is better beyond the interval, made from the drafter in service, for the target in service, and of
-              the same shape: weights are copied into place between two steps. It gets a number and a place (`shelf.py`)
-    watch     real acceptance behind the swap against that before it (`watch.py`). Worse beyond the interval, or an
-              alarm that was silent before: the drafter before it is swapped back, and this one is never taken up again
+    swap      if the new drafter is better beyond the interval, made from the drafter in service, for the served target,
+              and of the same shape: weights are copied between two steps. It gets a number and a folder (`shelf.py`)
+    watch     compares real acceptance before and after the swap (`watch.py`). If it is worse beyond the interval, or a
+              new alarm is raised, the previous drafter is swapped back, and this one is never used again
 
-No answer can change by any of it (docs/lossless.md). Whatever fails costs the attempt: the reason is in the log and in
-/status, the next one waits longer, and serving goes on. Times between attempts are of the monotonic clock.
+Answers cannot change by this (docs/lossless.md). A failure only ends the attempt: the reason is in the log and in
+/status, the next attempt waits longer, and serving continues. Times between attempts are by the monotonic clock.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ from eyas.serve.monitoring.metrics import ServerMetrics
 logger = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
 BASELINE_REQUESTS = 16
-"""Requests with drafts of the drafter before that a swap waits for: the new one is held against them. Where that one is
-hardly drafted with, there may never be as many; then the new one comes without, on the word of the gate."""
+"""Requests with drafts of the old drafter that a swap waits for, as a baseline. If it is hardly used, there may never
+be that many; then the swap relies on the gate alone."""
 UNDRAFTED_REQUESTS = 512
-"""Requests that show that."""
+"""Requests after which the old drafter counts as hardly used."""
 MOST_BASELINE = 256
-"""The latest of them that count. As answers become known to the suffix index it takes the easy places, and the drafter
-is left with harder ones: what was long ago is no measure."""
+"""The latest requests that count. As the suffix index learns answers it takes the easy positions and leaves the harder
+ones to the drafter, so old requests are no baseline."""
 
 
 class LearningLoop:
-    """Runs as a task of the event loop beside the server; `close` it at the end."""
+    """Runs as a task of the server's event loop. Call `close` at the end."""
 
     def __init__(
         self,
@@ -61,20 +61,20 @@ class LearningLoop:
         metrics: ServerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprint` is the target's, and `name` that of the drafter that the server starts with."""
+        """`fingerprint` is that of the target, `name` that of the server's first drafter."""
         self._settings, self._fingerprint, self._name = settings, fingerprint, name
         self._collector, self._swaps, self._engine, self._metrics = collector, swaps, engine_client, metrics
         self._shelf = DrafterShelf(folder / "drafters")
         self._learner = Learner(folder, fingerprint=fingerprint, command=settings.command, clock=clock)
         self.rounds = RoundLog()
-        """What requests tell of the drafter at work."""
+        """The tallies of requests with the drafter in service."""
         self._root_source = self._source = swaps.slot.source
         self._root = ""
         self._service: ServiceStory | None = None
-        """The learnt drafter at work; None: the one that the server was started with, or that an operator chose."""
+        """The learnt drafter in service; None if it is the server's first one or an operator's choice."""
         self._watch: SwapWatch | None = None
         self._condemned: str | None = None
-        """Why the drafter at work is to go; until that has come about, it is tried again."""
+        """The reason for a rollback that is due; it is retried until it succeeds."""
         self._swapped_at = 0.0
         self._raised_before: frozenset[str] = frozenset()
         self._candidate: AttemptResult | None = None
@@ -85,11 +85,10 @@ class LearningLoop:
         metrics.learn_running.set_function(lambda: self._learner.running)
         metrics.learn_drafter.set_function(lambda: self._number)
 
-    # --- what is told ------------------------------------------------------------------------------------------
+    # --- status ------------------------------------------------------------------------------------------------
 
     @property
     def new_answers(self) -> int:
-        """Answers that no adaptation has learnt from."""
         return self._unlearnt + self._collector.status.collected - self._collected_before
 
     @property
@@ -98,7 +97,7 @@ class LearningLoop:
 
     @property
     def state(self) -> str:
-        """What it does at present, in a word."""
+        """The current state, in a word."""
         if self._source is None:
             return "no_drafter"
         if self._watch is not None:
@@ -110,7 +109,7 @@ class LearningLoop:
         return "backing_off" if self._schedule.backing_off else "collecting"
 
     def status(self) -> dict[str, Any]:
-        """For /status, which every key may read: no folders, no texts."""
+        """The state for /status, which every key may read: no folders, no texts."""
         story, watch, schedule = self._service, self._watch, self._schedule
         return {
             "state": self.state,
@@ -131,7 +130,6 @@ class LearningLoop:
     # --- the loop ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Learn until cancelled."""
         await self.take_up()
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -144,11 +142,11 @@ class LearningLoop:
                 self._schedule.settle("failed", "a bug in eyas; see the log")
 
     def close(self) -> None:
-        """End an adaptation that is under way. To be called when the task does not run any more."""
+        """End a running adaptation. Call it when the task has ended."""
         self._learner.stop()
 
     async def take_up(self) -> None:
-        """Go on with the last good drafter of the folder, if there is one, and with the watch over it."""
+        """Load the last good drafter of the folder, if there is one, and resume its watch."""
         if self._root_source is None:
             return
         try:
@@ -168,7 +166,7 @@ class LearningLoop:
             except DrafterChangedError as error:
                 logger.warning(f"drafter {story.number} is not taken up: {error}")
                 return
-            except Exception as error:  # whatever keeps it from being loaded
+            except Exception as error:  # for any error of loading
                 why = error if isinstance(error, UserError | OSError) else type(error).__name__
                 logger.warning(f"drafter {story.number}, learnt here before, cannot be taken up: {why}")
                 continue
@@ -178,7 +176,7 @@ class LearningLoop:
             return
 
     async def tick(self) -> None:
-        """Do what is due."""
+        """Take the steps that are due."""
         snapshot = await self._engine.snapshot()
         if self._swaps.busy:
             return
@@ -194,7 +192,7 @@ class LearningLoop:
             await self._begin_attempt(asked_by)
 
     def _asked_by(self, snapshot: EngineSnapshot) -> AskedBy | None:
-        """What asks for an adaptation that may begin now."""
+        """The reason for an adaptation that may begin now, if any."""
         if self._source is None or self._schedule.wait > 0:
             return None
         if self.new_answers >= self._settings.answers:
@@ -208,7 +206,7 @@ class LearningLoop:
         collected = self._collector.status.collected
         self._unlearnt, self._collected_before = await asyncio.to_thread(self._learner.count_new), collected
         if self.new_answers < (self._settings.answers if asked_by == "answers" else LEAST_ANSWERS):
-            return  # some were deleted, or fell out of the ring
+            return  # some were deleted
         if self._service is not None and not self._shelf.place(self._service.number).is_dir():
             logger.warning(f"drafter {self._number} was deleted while it served; learning begins anew")
             await self._put_to_work(self._root_source, kind="rollback", reason="it was deleted while it served")
@@ -244,7 +242,7 @@ class LearningLoop:
                 objection = "what it made cannot be read"
         if result.outcome == "better" and objection is None:
             self._candidate = result
-        else:  # before anybody is told that it is over
+        else:  # before its end is visible
             await asyncio.to_thread(self._learner.clear)
         if objection is not None:
             self._schedule.settle("refused", objection, result)
@@ -260,7 +258,7 @@ class LearningLoop:
     # --- swap --------------------------------------------------------------------------------------------------
 
     async def _swap_in(self, candidate: AttemptResult, snapshot: EngineSnapshot) -> None:
-        """Put the new drafter to work, as soon as there is something that it can be held against."""
+        """Swap in the new drafter, as soon as there is a baseline for it."""
         tallies = self.rounds.tallies
         before = lengths_of(_latest_drafted(tallies))
         known = bool(before) and before[0].requests >= BASELINE_REQUESTS
@@ -294,7 +292,7 @@ class LearningLoop:
         raised = _raised(snapshot)
         try:
             await self._put_to_work(story, only_in_place=True, reason=candidate.reason)
-        except Exception as error:  # whatever keeps it from being loaded: the old one serves on
+        except Exception as error:  # for any error of loading: the old one keeps serving
             words = str(error) if isinstance(error, UserError) else f"it cannot be loaded ({type(error).__name__})"
             logger.warning(f"drafter {story.number} does not come to work: {error}")
             if str(self._shelf.folder) in words:
@@ -309,7 +307,7 @@ class LearningLoop:
     async def _put_to_work(
         self, drafter: ServiceStory | str | None, *, reason: str, only_in_place: bool = False, kind: ChangeKind = "swap"
     ) -> None:
-        """Serve with a drafter of the shelf, with the one that all others came from, or with none."""
+        """Swap in a drafter of the shelf, the server's first one, or none."""
         story, source, name = None, drafter, None if drafter is None else self._name
         if isinstance(drafter, ServiceStory):
             story, source = drafter, str(self._shelf.place(drafter.number))
@@ -322,7 +320,7 @@ class LearningLoop:
         self.rounds.begin_anew()
 
     async def _follow_operator(self) -> None:
-        """Somebody else has changed the drafter: what was under way was about another one."""
+        """Reset after an operator changed the drafter: running attempts concern another one."""
         logger.warning("the drafter was changed by a request; learning begins anew from it")
         if self._learner.running or self._candidate is not None:
             self._schedule.settle("superseded", "the drafter was changed by a request", self._candidate)
@@ -340,11 +338,11 @@ class LearningLoop:
     # --- watch -------------------------------------------------------------------------------------------------
 
     def _begin_watch(self, before: list[LengthEstimate], raised: frozenset[str] = frozenset()) -> None:
-        """From now on; these alarms were raised before."""
+        """Begin a watch, given the alarms that were raised before."""
         self._watch, self._swapped_at, self._raised_before = SwapWatch(before), time.monotonic(), raised
 
     async def _keep_watch(self, watch: SwapWatch, snapshot: EngineSnapshot) -> None:
-        """Look at real acceptance if it is time, and go back if it is worse."""
+        """Look at real acceptance if that is due, and roll back if it is worse."""
         assert self._service is not None
         if self._condemned is not None:
             await self._roll_back(self._condemned)
@@ -375,14 +373,14 @@ class LearningLoop:
             await self._amend(story)
 
     async def _confirm(self, story: ServiceStory, reason: str) -> None:
-        """The watch over the drafter at work has ended well."""
+        """End the watch: the drafter is confirmed."""
         self._watch = None
         self._service = story = story.model_copy(update={"state": "confirmed", "reason": reason})
         logger.warning(f"drafter {story.number} is confirmed, {reason}")
         await self._amend(story)
 
     async def _roll_back(self, reason: str) -> None:
-        """Serve with the drafter before again; should it be gone, with the one of the start, or with none."""
+        """Swap the previous drafter back; if it was deleted, the first one, or none."""
         rejected, watch, self._condemned = self._service, self._watch, reason
         assert rejected is not None
         assert watch is not None
@@ -392,7 +390,7 @@ class LearningLoop:
             try:
                 await self._put_to_work(way, kind="rollback", reason=reason)
                 break
-            except Exception as error:  # whatever it is: the next one may work
+            except Exception as error:  # of any kind: the next one may work
                 logger.error(f"a drafter to go back to cannot be loaded: {type(error).__name__}: {error}")
         else:
             return
@@ -412,12 +410,12 @@ class LearningLoop:
 
 
 def _latest_drafted(tallies: Sequence[RoundTally]) -> Sequence[RoundTally]:
-    """The latest of them, with so many as there are wanted that had drafts."""
+    """The latest tallies that include the wanted number with drafts."""
     drafted = [number for number, tally in enumerate(tallies) if tally.tries[0]]
     return tallies[drafted[-MOST_BASELINE] :] if len(drafted) > MOST_BASELINE else tallies
 
 
 def _raised(snapshot: EngineSnapshot) -> frozenset[str]:
-    """The alarms about the drafter."""
+    """The raised alarms about the drafter."""
     drifts = snapshot.drift is not None and snapshot.drift.firing
     return frozenset(name for name, raised in (("drift", drifts), ("collapsed", snapshot.collapsed)) if raised)

@@ -1,12 +1,12 @@
-"""How drafts fare in real answers, request by request, since the drafter at work came. Counts alone, no text.
+"""Counts drafts and acceptance in real answers, by request, since the drafter in service was swapped in.
 
-A drafter is judged by what depends on it and on little else. Tokens per pass would do for users, and depend on the load
-too: the controller drafts less deep for many requests at once. So drafts are counted by position: how often the
-draft of a position was verified behind accepted ones, and how often it was accepted. Of a tree the first candidates
-count, as if they had been a chain. Suffix drafts are no drafter's merit and are left out.
+The measure should depend on the drafter and on little else. Tokens per pass matter to users, but depend on the load
+too: the controller drafts less deep for many requests at once. Drafts are therefore counted by position: how often the
+draft of a position was verified behind accepted ones, and how often it was accepted. In a tree the first candidates
+count, as if they were a chain. Suffix drafts do not count.
 
-Requests that were under way at a swap, even those whose prompt was being read, count neither for the drafter before it
-nor for the one behind it: what the drafter had read of them was read with the old weights.
+Requests that ran during a swap, even those in prefill, count for neither drafter: their drafter states come from the
+old weights.
 """
 
 from collections import deque
@@ -17,14 +17,14 @@ from itertools import takewhile
 from eyas.engine.output import OutputDelta
 
 POSITIONS = 3
-"""Deeper ones are reached too seldom to tell much."""
+"""Positions that are counted; deeper ones are reached too seldom."""
 MOST_REQUESTS = 1024
-"""The latest that are remembered of a drafter."""
+"""The latest requests of a drafter that are kept."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RoundTally:
-    """What one request's drafts came to."""
+    """The counts of one request's drafts."""
 
     passes: int = 0
     """Passes of the target, whether they verified drafts or not."""
@@ -32,7 +32,7 @@ class RoundTally:
     hits: list[int] = field(default_factory=lambda: [0] * POSITIONS)
 
     def count(self, delta: OutputDelta) -> None:
-        """Take what one step gave."""
+        """Count one step."""
         self.passes += 1
         if delta.ranks is None:
             drafted = delta.drafted - delta.suffix_drafted
@@ -45,27 +45,27 @@ class RoundTally:
 
 
 class RoundLog:
-    """The tallies of the drafter at work. Only the event loop touches it."""
+    """The tallies of the drafter in service. It is used on the event loop only."""
 
     def __init__(self) -> None:
         self.passes = 0
-        """Of requests that began since the drafter came."""
+        """Passes of requests that began after the swap."""
         self._tallies: deque[RoundTally] = deque(maxlen=MOST_REQUESTS)
         self._open: dict[Hashable, RoundTally | None] = {}
-        """By request; None if it began before the drafter came."""
+        """Tallies by request; None if it began before the swap."""
 
     @property
     def tallies(self) -> list[RoundTally]:
-        """Of requests that have got something, the oldest first; those under way go on counting."""
+        """The tallies of requests with output, the oldest first; running requests keep counting."""
         return [tally for tally in self._tallies if tally.passes]
 
     def begin(self, request: Hashable) -> None:
-        """A request goes to the engine."""
+        """Open the tally of a request."""
         begun = self._open[request] = RoundTally()
         self._tallies.append(begun)
 
     def observe(self, request: Hashable, deltas: Sequence[OutputDelta]) -> None:
-        """Take what steps gave a request."""
+        """Count steps of a request."""
         tally = self._open.get(request)
         if tally is None:
             return
@@ -75,11 +75,11 @@ class RoundLog:
                 self.passes += 1
 
     def end(self, request: Hashable) -> None:
-        """A request has ended, however it did."""
+        """Close the tally of a request."""
         self._open.pop(request, None)
 
     def begin_anew(self) -> None:
-        """Another drafter is at work."""
+        """Start again after a swap."""
         self.passes = 0
         self._tallies.clear()
         self._open = dict.fromkeys(self._open)

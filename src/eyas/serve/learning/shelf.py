@@ -1,12 +1,12 @@
-"""The drafters that were learnt from traffic: FOLDER/drafters/NNNN, each a checkpoint that vLLM loads, with its story.
+"""Stores the learnt drafters: FOLDER/drafters/NNNN, each a checkpoint that vLLM loads, with its history.
 
-`record.json` beside the weights is what `eyas adapt` wrote (from which drafter, on which data, by which figures it was
-kept), and under `service` what became of it here: which number it has, which drafter it took over from, when, whether
-it is watched, confirmed or rejected, and what the watch saw.
+`record.json` beside the weights is the record of `eyas adapt` (the drafter it began with, the data, and the figures of
+the gate). Its field `service` says how the drafter served: its number, the drafter before it, the time of the swap,
+whether it is watched, confirmed or rejected, and the results of the watch.
 
-Invariants: a folder that has its number is whole; the shelf holds `KEPT` drafters at most, beside those that are in
-service or to be gone back to; a rejected one is never taken up again, nor one whose weights are not those that came to
-work. Whatever cannot be read is passed over. Only the user who runs the server can read any of it.
+Invariants: a folder under its number is whole; the shelf holds at most `KEPT` drafters beside those in service and
+their fallbacks; a rejected drafter is never used again, nor one whose weights have changed since it served. Unreadable
+folders are skipped. Only the user who runs the server can read the files.
 """
 
 import json
@@ -34,41 +34,40 @@ DrafterState = Literal["watching", "confirmed", "rejected"]
 
 
 class ServiceStory(BaseModel):
-    """What became of a learnt drafter in service."""
+    """The history of a learnt drafter in service."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     number: int
     parent: int | None
-    """The drafter that it took over from; None for the one that the server was started with."""
+    """The drafter before it; None for the server's first one."""
     root: str
-    """SHA-256 of the weights of the drafter that the server was started with."""
+    """SHA-256 of the weights of the server's first drafter."""
     target_fingerprint: str
     fingerprint: str | None = None
     """SHA-256 of its weights; None in stories of earlier releases."""
     swapped_at: str
-    """By the wall clock, for people: nothing is decided by it."""
+    """By the wall clock, for display only."""
     state: DrafterState
     reason: str | None = None
-    """Why it was confirmed or rejected."""
+    """The reason why it was confirmed or rejected."""
     before: list[dict[str, float]] = []
-    """Acceptance lengths of the drafter before, by depth, which the watch goes by."""
+    """Acceptance lengths of the previous drafter by depth, the watch's baseline."""
     watch: dict[str, Any] | None = None
-    """What the latest look saw."""
+    """The result of the latest look."""
 
 
 class DrafterShelf:
-    """The folder of learnt drafters. One process at a time uses it, whoever has the folder's lock."""
+    """The folder of learnt drafters. Only the process that holds the folder's lock uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def place(self, number: int) -> Path:
-        """The folder of a drafter."""
         return self.folder / f"{number:04d}"
 
     def stories(self) -> list[ServiceStory]:
-        """Of all drafters whose story can be read, the oldest first."""
+        """The histories of all readable drafters, the oldest first."""
         found = []
         for place in self._places():
             try:
@@ -78,7 +77,7 @@ class DrafterShelf:
         return found
 
     def good(self, *, root: str, target_fingerprint: str) -> list[ServiceStory]:
-        """Drafters of this descent and for this target that were not rejected, the newest first."""
+        """Drafters that descend from this first drafter, for this target, and were not rejected; the newest first."""
         return [
             story
             for story in reversed(self.stories())
@@ -86,7 +85,7 @@ class DrafterShelf:
         ]
 
     def require_whole(self, story: ServiceStory) -> None:
-        """Raise an error for a drafter whose weights are gone, or others than those that came to work."""
+        """Raise an error for a drafter whose weights were deleted or changed since it served."""
         if story.fingerprint is not None and fingerprint_drafter(str(self.place(story.number))) != story.fingerprint:
             raise UserError(f"the weights in {self.place(story.number)} are not those that were learnt; delete it")
 
@@ -96,9 +95,9 @@ class DrafterShelf:
         return max((int(place.name) for place in self._places()), default=0) + 1
 
     def add(self, made: Path, story: ServiceStory, *, needed: Collection[int]) -> Path:
-        """Move a drafter that was made on this disk to its place, and let old ones go that nobody needs.
+        """Move a new drafter to its folder, and delete old ones that are not needed.
 
-        If that fails (OSError, UserError) the shelf is as it was.
+        If that fails (OSError, UserError) the shelf has not changed.
         """
         record = _read(made) | {"service": story.model_dump()}
         _write(made, record)
@@ -111,9 +110,9 @@ class DrafterShelf:
         return place
 
     def amend(self, story: ServiceStory) -> None:
-        """Write down what has become of a drafter; a disk that is full costs the note, and the log says so.
+        """Update the history of a drafter. On a full disk the update is lost, and the log says so.
 
-        If a rejection cannot be written down, the weights go: that takes no room, and nobody takes them up again.
+        If a rejection cannot be written, the weights are deleted, which needs no room, so that they are never used.
         """
         place = self.place(story.number)
         try:
@@ -133,7 +132,7 @@ class DrafterShelf:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record of this or another process; OSError or ValueError if it cannot be had."""
+    """Read the record of a drafter; OSError or ValueError if it cannot be read."""
     if path.stat().st_size > MOST_RECORD_BYTES:
         raise ValueError(f"{path.name} has more than {MOST_RECORD_BYTES:,} bytes")
     record = json.loads(path.read_text(encoding="utf-8"))

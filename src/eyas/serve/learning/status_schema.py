@@ -1,4 +1,4 @@
-"""What /status tells of the learner, as JSON schemas."""
+"""JSON schemas of the learner's part of /status."""
 
 from typing import Any
 

@@ -1,18 +1,17 @@
-"""Whether a drafter that was swapped in holds up in real answers, by looks whose number is bounded.
+"""Tests whether a swapped-in drafter holds up in real answers, by a bounded number of looks.
 
-What is compared is the acceptance length of chains as deep as both drafters were drafted to, three at most:
+The watch compares the acceptance length of chains as deep as both drafters were drafted to, three at most:
 1 + a1 + a1 a2 + a1 a2 a3, with a(j) the share of drafts of position j that were accepted behind accepted ones. So it
-does not matter that the controller chooses other depths for the new drafter. The requests before the swap stand
-against those behind it. Answers differ more than rounds do, so the error is that of requests, not of rounds: each
-moves the length by its influence (the delta method), and the squares of these add up. An error is never taken for less
-than independent rounds would have.
+does not matter that the controller chooses other depths for the new drafter. Requests before the swap are compared with
+requests after it. Answers differ more than rounds do, so the error is that of requests, not of rounds: each moves the
+length by its influence (the delta method), and the squares of these add up. The error is never assumed to be below that
+of independent rounds.
 
-There are `LOOKS` looks, after 64, 128, ... passes of the new drafter's requests, and `ERROR` is shared out among
-them, so that a drafter that is as good as the old one is sent back in at most so many cases. The last look ends the
-watch: who was not seen to be worse by then stays. A look with too few requests or drafts says nothing, and while the
-last one does it is repeated; where nothing is known of the drafter before, it ends the watch all the same. But a
-drafter that is hardly drafted with any more, where the one before was, is worse whatever its drafts would be worth: the
-controller has given it up.
+There are `LOOKS` looks, after 64, 128, ... passes of the new drafter's requests, and `ERROR` is divided among them, so
+that it bounds the chance that a drafter as good as the old one is rolled back. The last look ends the watch: a drafter
+that was not found worse by then stays. A look with too few requests or drafts has no result, and the last one is
+repeated while it has none; without a baseline it ends the watch nevertheless. A drafter that is hardly used any more,
+unlike the one before it, counts as worse in any case: the controller has given it up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,40 +24,39 @@ from typing import Any, Literal
 from eyas.serve.learning.round_tally import POSITIONS, RoundTally
 
 FIRST_LOOK = 64
-"""Passes; every other look comes after twice as many as the one before."""
+"""Passes before the first look; each further look comes after twice as many."""
 LOOKS = 8
 LAST_LOOK = FIRST_LOOK * 2 ** (LOOKS - 1)
 ERROR = 0.05
-"""The chance that a drafter that is as good is sent back, and that one that is no better is called better."""
+"""The chance that an equally good drafter is rolled back, or that one which is no better is called better."""
 LEAST_REQUESTS = 8
 LEAST_TRIES = 16
-"""Requests and first drafts without which nothing is said."""
+"""The least requests and first drafts for a result."""
 GIVEN_UP = 0.25
-"""Drafts per pass in parts of those of the drafter before, below which a drafter is hardly drafted with any more."""
+"""Drafts per pass, relative to the drafter before, below which a drafter counts as hardly used."""
 
 Verdict = Literal["worse", "better", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthEstimate:
-    """An acceptance length, from requests."""
+    """An acceptance length estimated from requests."""
 
     acceptance_length: float
     error: float
     """Standard error."""
     requests: int
-    """That had drafts."""
+    """Requests that had drafts."""
     rounds: int
     passes: int
-    """Of all requests, those without drafts too."""
+    """Passes of all requests, with or without drafts."""
 
     def as_json(self) -> dict[str, Any]:
-        """For records and for /status."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, told: Mapping[str, float]) -> "LengthEstimate":
-        """What `as_json` wrote; KeyError if it did not."""
+        """Read the output of `as_json`; KeyError for anything else."""
         return cls(
             acceptance_length=told["acceptance_length"],
             error=told["error"],
@@ -70,21 +68,20 @@ class LengthEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class LookResult:
-    """What a look saw."""
+    """The result of a look."""
 
     verdict: Verdict
     depth: int
-    """As deep as both lengths go."""
+    """The depth to which both lengths are known."""
     before: LengthEstimate
     after: LengthEstimate
     change: float
     low: float
     high: float
-    """after / before - 1, and where it may lie."""
+    """after / before - 1, with its interval."""
     passes: int
 
     def as_json(self) -> dict[str, Any]:
-        """For records and for /status."""
         return {
             "verdict": self.verdict,
             "depth": self.depth,
@@ -96,7 +93,6 @@ class LookResult:
 
     @property
     def words(self) -> str:
-        """For logs."""
         return (
             f"acceptance length {self.before.acceptance_length:.3f} before and {self.after.acceptance_length:.3f} "
             f"after, {self.change:+.1%} ({self.low:+.1%} to {self.high:+.1%}), {self.depth} deep, by "
@@ -118,7 +114,7 @@ def estimate_length(tallies: Sequence[RoundTally], depth: int) -> LengthEstimate
     ]
     count = len(tallies)
     clustered = sum(one * one for one in influences) * count / max(1, count - 1)
-    # Half a hit and half a miss that never were keep the error of "never accepted" above zero.
+    # Half a hit and half a miss are added, which keeps the error of "never accepted" above zero.
     smooth = [(hit + 0.5) / (tried + 1) for hit, tried in zip(hits, tries, strict=True)]
     independent = sum(_slope(smooth, j) ** 2 * smooth[j] * (1 - smooth[j]) / tries[j] for j in range(depth))
     length = 1 + sum(prod(share[: j + 1]) for j in range(depth))
@@ -132,14 +128,14 @@ def estimate_length(tallies: Sequence[RoundTally], depth: int) -> LengthEstimate
 
 
 def _slope(share: Sequence[float], position: int) -> float:
-    """How much the length changes with the acceptance at a position."""
+    """The derivative of the length by the acceptance at a position."""
     return sum(
         prod(one for j, one in enumerate(share[: last + 1]) if j != position) for last in range(position, len(share))
     )
 
 
 def lengths_of(tallies: Sequence[RoundTally]) -> list[LengthEstimate]:
-    """The acceptance lengths of chains one deep, two deep, ..., as far as there is enough to say so."""
+    """The acceptance lengths of chains one deep, two deep, ..., as far as there are enough drafts."""
     tries = [sum(tally.tries[j] for tally in tallies) for j in range(POSITIONS)]
     if sum(1 for tally in tallies if tally.tries[0]) < LEAST_REQUESTS:
         return []
@@ -148,7 +144,7 @@ def lengths_of(tallies: Sequence[RoundTally]) -> list[LengthEstimate]:
 
 
 def look(before: Sequence[LengthEstimate], after: Sequence[LengthEstimate], *, passes: int) -> LookResult | None:
-    """Hold the lengths of two drafters against each other; None if there is too little to say anything."""
+    """Compare the lengths of two drafters; None if there is too little data."""
     depth = min(len(before), len(after))
     if not depth:
         return None
@@ -171,7 +167,7 @@ def look(before: Sequence[LengthEstimate], after: Sequence[LengthEstimate], *, p
 
 
 def _student(chance: float, freedom: int) -> float:
-    """Student's quantile, by Cornish and Fisher's series: errors of few requests are themselves uncertain."""
+    """Student's quantile, by the Cornish-Fisher expansion: errors of few requests are themselves uncertain."""
     z = NormalDist().inv_cdf(chance)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -179,23 +175,23 @@ def _student(chance: float, freedom: int) -> float:
 
 
 class SwapWatch:
-    """The watch over one drafter: looks when it is time, and says when it is over."""
+    """The watch over one drafter: the looks that are due, and whether it is over."""
 
     def __init__(self, before: Sequence[LengthEstimate]) -> None:
         self.before = list(before)
-        """Of the drafter before, by depth."""
+        """The lengths of the previous drafter, by depth."""
         self.last: LookResult | None = None
         self.over = False
-        """Whether all has been seen that there is to see."""
+        """Whether the last look was taken."""
         self.next_look = FIRST_LOOK
-        """After so many passes."""
+        """The number of passes after which it is due."""
 
     def due(self, passes: int) -> bool:
-        """Whether it is time for a look, after so many passes of the new drafter's requests."""
+        """Whether a look is due after this many passes of the new drafter's requests."""
         return passes >= self.next_look
 
     def look(self, after: Sequence[RoundTally], passes: int) -> LookResult | None:
-        """Take the look that is due; None if there is not enough to see."""
+        """Take the look that is due; None if there is too little data."""
         last = passes >= LAST_LOOK
         while self.next_look <= passes:
             self.next_look += min(self.next_look, LAST_LOOK)
@@ -207,11 +203,11 @@ class SwapWatch:
         return seen
 
     def given_up(self, after: Sequence[RoundTally], passes: int) -> str | None:
-        """Whether the last look has passed without drafts to judge by, where there were some before; in words."""
+        """The reason why the drafter counts as hardly used (no drafts up to the last look, unlike before), or None."""
         if passes < LAST_LOOK or self.over or not self.before:
             return None
         rounds, old = sum(tally.tries[0] for tally in after), self.before[0]
-        passes = sum(tally.passes for tally in after)  # of the requests that are remembered, as the rounds are
+        passes = sum(tally.passes for tally in after)  # of the requests that are kept
         if rounds * old.passes >= GIVEN_UP * old.rounds * passes:
             return None
         return (

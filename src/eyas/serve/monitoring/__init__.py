@@ -1,1 +1,1 @@
-"""What the server tells about itself: metrics, status, logs."""
+"""Metrics, status and logs of the server."""

@@ -1,54 +1,50 @@
-"""Which drafters came to work since the start, when and why: for /status, and marks in the page's plots.
+"""The changes of drafter since the start, when and why: for /status, and marks in the page's plots.
 
-Whoever swaps drafters notes it here, a request as well as what learns from traffic: all changes are in one list.
+All changes are in one list, whether a request or the learner made them.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 MOST = 64
-"""Changes that are told of: the latest."""
+"""The latest changes are kept, up to this many."""
 
 ChangeKind = Literal["swap", "rollback"]
-"""rollback: the one before came back because the new one was worse."""
 
 
-@dataclass(kw_only=True)
-class DrafterChange:
-    """Another drafter, or none, from a moment on."""
+class DrafterChange(BaseModel):
+    """A drafter, or none, that serves from a moment on."""
 
-    at: float
-    """By the monotonic clock."""
-    kind: ChangeKind
+    model_config = ConfigDict(extra="forbid")
+
+    at_seconds: float
+    kind: ChangeKind = Field(description="rollback: the new one was worse.")
     drafter: str | None
-    """By the name that clients see; None: nobody drafts any more."""
-    reason: str | None = None
-    """Why, if what learns from traffic did it; None: a request asked for it."""
-    before: float | None = None
-    after: float | None = None
-    """Acceptance lengths of the drafter before and of this one in real answers, as far as somebody watches them."""
+    reason: str | None = Field(description="Of the learner; null: it was asked for.")
+    before: float | None = Field(default=None, description="Acceptance length of the drafter before.")
+    after: float | None = Field(default=None, description="Of this one, as of the latest look.")
 
 
 class DrafterChanges:
-    """The latest changes, the oldest first."""
+    """The latest changes, the oldest first. Times are by the monotonic clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changes: deque[DrafterChange] = deque(maxlen=MOST)
 
     def note(self, drafter: str | None, kind: ChangeKind = "swap", reason: str | None = None) -> None:
-        """This drafter serves from now on."""
-        self._changes.append(DrafterChange(at=self._clock(), kind=kind, drafter=drafter, reason=reason))
+        """Add a change: this drafter serves from now on."""
+        self._changes.append(DrafterChange(at_seconds=self._clock(), kind=kind, drafter=drafter, reason=reason))
 
     def note_seen(self, before: float, after: float) -> None:
-        """What real answers say of the drafter at work."""
+        """Set the acceptance lengths of the newest change, as real answers show them."""
         if self._changes:
             self._changes[-1].before, self._changes[-1].after = round(before, 4), round(after, 4)
 
-    def as_json(self, started: float) -> list[dict[str, Any]]:
-        """For /status, with times since the server's start."""
-        told = [asdict(change) for change in self._changes]
-        return [{"at_seconds": round(one.pop("at") - started, 3), **one} for one in told]
+    def since(self, started: float) -> list[DrafterChange]:
+        """The changes, with times since the server's start."""
+        return [one.model_copy(update={"at_seconds": round(one.at_seconds - started, 3)}) for one in self._changes]

@@ -1,8 +1,8 @@
 """Logs as JSON lines, for machines that collect them. They never hold a prompt or an answer.
 
 Invariant: values are numbers, ids and text of our own. The exceptions are the client's address, the `user` that a
-request names and, of refused requests, the first 100 letters of an unknown path, Host or Origin.
-Of messages that a client can cause at will, at most a few of a kind are written in a while.
+request names and, of refused requests, the first 100 letters of an unknown path, Host or Origin. Messages that a client
+can cause at will are rate-limited by kind.
 """
 
 import json
@@ -19,16 +19,16 @@ LOGGERS = {
     "asyncio": logging.WARNING,
     "py.warnings": logging.WARNING,
 }
-"""What is logged once the server serves: all of eyas, and what the libraries below it complain about."""
+"""The loggers of a server and their levels: everything of eyas, and warnings of libraries."""
 LIMIT_LINES = 5
 LIMIT_SECONDS = 10.0
-"""Lines of a kind per this time. The rest is counted."""
+"""The time in which that many lines of a kind are written. Others are counted."""
 MAX_KINDS = 256
-"""Kinds told apart at once, so that counting them takes bounded memory."""
+"""The limit of kinds that are counted at once, which bounds the memory."""
 
 
 def log_json_lines(level: int = logging.INFO) -> None:
-    """From now on, write these loggers to stderr as JSON lines and nowhere else: eyas from this level on."""
+    """Write these loggers to stderr as JSON lines and nowhere else; `level` is for eyas."""
     handler = RateLimitedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.captureWarnings(True)
@@ -41,23 +41,23 @@ def log_json_lines(level: int = logging.INFO) -> None:
 def log_event(
     logger: logging.Logger, event: str, *, level: int = logging.INFO, limited_by: str | None = None, **fields: Any
 ) -> None:
-    """Log an event with fields; fields that are None are left out. Events with the same `limited_by` are of a kind."""
+    """Log an event with fields, without those that are None. Events with the same `limited_by` are one kind."""
     given = {name: value for name, value in fields.items() if value is not None}
     logger.log(level, event, extra={"fields": given, "limited_by": limited_by})
 
 
 @dataclass
 class _Kind:
-    """Lines of a kind since the first of them."""
+    """The lines of one kind since its first."""
 
     first: logging.LogRecord
     lines: int = 0
 
 
 class RateLimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes records, but of libraries' messages and limited events only the first few in a while.
+    """Writes records, but only the first few per time of each kind of limited event and library message.
 
-    How many were left out is a line of its own, written before the next line that comes after that while.
+    The number that was left out is a line of its own, written before the next line after that time.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -65,7 +65,6 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         self._kinds: dict[Hashable, _Kind] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write or count a record."""
         self._report_suppressed(before=record.created - LIMIT_SECONDS)
         key = _kind_of(record)
         if key is not None:
@@ -78,7 +77,7 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def close(self) -> None:
-        """Write what is still to be said."""
+        """Write the counts that are left."""
         self._report_suppressed(before=float("inf"))
         super().close()
 
@@ -97,7 +96,7 @@ class RateLimitedHandler(logging.StreamHandler[TextIO]):
 
 
 def _kind_of(record: logging.LogRecord) -> Hashable | None:
-    """What a record counts as; None if it is always written."""
+    """The kind of a record; None if it is always written."""
     limited_by = getattr(record, "limited_by", None)
     if limited_by is not None:
         return record.getMessage(), limited_by
@@ -115,7 +114,6 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object: an event with its fields, or any other message as a notice."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record, our own or a library's."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower()}
         fields = getattr(record, "fields", None)

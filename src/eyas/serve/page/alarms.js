@@ -1,4 +1,4 @@
-// Alarms as questions with their answers: "Drafter useful: yes".
+// Alarms shown as questions and answers: "Drafter useful: yes".
 
 import { byId, element } from "./dom.js";
 import { QUEUE_FULL, errorsOf } from "./flow.js";
@@ -7,7 +7,7 @@ import { plural, whole } from "./numbers.js";
 
 const QUESTIONS = { collapsed: "Drafter useful", drift: "Drafter steady with depth" };
 
-/** The questions: whether all is well (null: nobody knows yet), the answer in a word, and what it means. */
+/** The questions: whether all is well (null: unknown), the answer in a word, and its meaning. */
 export function checks(status, recent) {
   return [requests(recent), engine(status), ...status.alarms.map((alarm) => drafter(alarm, status))];
 }

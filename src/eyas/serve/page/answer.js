@@ -1,4 +1,4 @@
-// An answer on the page: its text, painted or as prose, figures that live, the passes as a strip, and all tokens.
+// An answer on the page: its text, painted by origin or as prose, live figures, a strip of passes, and all tokens.
 
 import { element } from "./dom.js";
 import { codeBlock, markdown } from "./markdown.js";
@@ -33,7 +33,7 @@ export class AnswerView {
     place.replaceChildren(this.reasoning, ...texts, this.note, this.passes, this.figures, this.table);
   }
 
-  /** Ask and show what comes. A refusal is shown, not thrown; the outcome says whether there is an answer. */
+  /** Ask and show the answer. A refusal is shown, not thrown; the outcome says whether there is an answer. */
   async follow(run) {
     const painter = new Painter(this.text);
     const texts = [this.text, ...(this.prose ? [this.prose] : [])];
@@ -62,7 +62,7 @@ export class AnswerView {
     return true;
   }
 
-  /** Show an answer that was kept. */
+  /** Show a stored answer. */
   recall(record) {
     const painter = new Painter(this.text);
     if (record.tokens.length) painter.add(record.tokens);
@@ -127,7 +127,7 @@ export class AnswerView {
   }
 }
 
-/** What an answer came to, in a sentence. */
+/** The summary of an answer, in a sentence. */
 export function summary(run) {
   const drafted =
     run.acceptanceLength === null ? "" : `, ${run.foreseen} from drafts, acceptance length ${fixed(run.acceptanceLength, 2)}`;

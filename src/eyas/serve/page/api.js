@@ -5,10 +5,10 @@ import { dataOf } from "./events.js";
 
 const PATIENCE = 10_000; // milliseconds after which a silent server is out of reach
 
-/** The server said no, or failed; the message is its own. */
+/** The server refused or failed; the message is the server's. */
 export class Refusal extends Error {}
 
-/** The server cannot be reached, or its answer broke off. */
+/** The server cannot be reached, or its answer was cut off. */
 export class Lost extends Error {}
 
 /** GET /status. */

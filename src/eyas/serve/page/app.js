@@ -1,4 +1,4 @@
-// Puts the page together: views, and the one look at the server that all of them share.
+// Sets up the page: the views, and the polling of the server that they share.
 
 import { setUpAnswersAs } from "./answers_as.js";
 import { readHistory } from "./api.js";
@@ -35,7 +35,7 @@ function seen(status) {
   showDashboard();
 }
 
-/** What the server saw while this page was closed or hidden. Without it the plots begin now. */
+/** The server's history while this page was closed or hidden. Without it the plots begin now. */
 async function catchUp() {
   const samples = await readHistory().catch(() => []);
   history.merge(samples);
@@ -75,7 +75,7 @@ setUpCodeDialog();
 setUpCompare();
 byId("span").addEventListener("change", showDashboard);
 setUpTabs(document.querySelector('[role="tablist"]'), show);
-// The browser goes to the address's # at the load, which scrolls the header away and takes the focus.
+// On load the browser jumps to the address's #, which scrolls the header away and takes the focus.
 window.addEventListener("load", () =>
   setTimeout(() => {
     window.scrollTo(0, 0);
@@ -84,6 +84,6 @@ window.addEventListener("load", () =>
 );
 
 onKey(() => watch.lookSoon());
-// The badge must not say otherwise for two seconds; the server needs a moment to take a request on, or to let go.
+// The badge must not be wrong for two seconds; the server needs a moment to accept or release a request.
 onRun(() => setTimeout(() => watch.lookSoon(), 200));
 watch.lookSoon();

@@ -1,4 +1,4 @@
-// A request as a program: what to type to get the same answer without this page. The key is read from a variable.
+// A request as code that gives the same answer without this page. The key is read from a variable.
 
 const address = () => new URL("v1", document.baseURI).href;
 
@@ -13,7 +13,7 @@ export function asCurl(body) {
   ].join("\n");
 }
 
-/** For OpenAI's Python client; what it does not know goes in `extra_body`. */
+/** For OpenAI's Python client; other fields go into `extra_body`. */
 export function asPython({ speculative, ...known }) {
   const fields = { ...known, extra_body: { speculative } };
   const lines = Object.entries(fields).map(([name, value]) => `    ${name}=${literal(value, "    ")},`);

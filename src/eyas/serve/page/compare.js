@@ -1,6 +1,6 @@
-// One prompt without and with speculation, each twice: how much sooner, and whether the text is the same.
+// Runs one prompt without and with speculation, twice each, and compares speed and text.
 //
-// All runs have one seed. A token is a function of the target's distribution and the request's own chance, so the
+// All runs have one seed. A token is a function of the target's distribution and the request's own noise, so the
 // texts are the same at any temperature, up to rounding where two tokens are all but equally likely.
 
 import { AnswerView } from "./answer.js";
@@ -13,7 +13,7 @@ import { judge, median } from "./verdict.js";
 
 const SIDES = ["plain", "drafted"];
 const NAMES = { plain: "without speculation", drafted: "with speculation" };
-// Who goes first may gain or lose by it, so each side does once.
+// The first run may be faster or slower, so each side goes first once.
 const ORDERS = { one: [["plain"], ["drafted"], ["drafted"], ["plain"]], both: [SIDES, SIDES] };
 const HINTS = {
   one:
@@ -32,7 +32,7 @@ async function compare(prompt) {
   const messages = [...systemMessages(), { role: "user", content: prompt }];
   const fields = requestFields();
   const common = { ...fields, messages, seed: fields.seed ?? Math.floor(Math.random() * 2 ** 31) };
-  // A prompt that is answered six times is nothing to learn from.
+  // Six answers to one prompt are no data to learn from.
   const ways = { plain: { mode: "off", learn: false }, drafted: { ...drafting(), learn: false } };
   const runs = { plain: [], drafted: [] };
   begin();
@@ -63,7 +63,7 @@ function follow(side, run) {
   return new AnswerView(byId(`${side}-side`), byId(`${side}-title`)).follow(run);
 }
 
-/** Answers of others, which take their share of the machine. */
+/** Answers to other clients, which share the machine. */
 async function answersInFlight() {
   try {
     return (await readStatus()).load.in_flight;
@@ -96,7 +96,7 @@ function showVerdict(runs, order, others) {
   byId("verdict").replaceChildren(...parts);
 }
 
-/** Bars, each a share of the faster one, and what they are made of. */
+/** Bars relative to the faster side, and their parts. */
 function showSpeeds(speeds, ...shares) {
   SIDES.forEach((side, i) => {
     byId(`${side}-speed`).style.width = `${100 * shares[i]}%`;
@@ -150,7 +150,7 @@ export function setUpCompare() {
   explain();
 }
 
-/** Where nobody drafts, or where it is the same for all requests, there is nothing to compare. */
+/** Without drafting, or if requests cannot choose it, there is nothing to compare. */
 export function allowCompare(served) {
   const drafts = served.max_depth > 0 || served.suffix;
   firstDraft = served.max_depth > 0 ? { mode: "fixed", depth: 1 } : { mode: "auto" };

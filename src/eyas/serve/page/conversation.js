@@ -1,4 +1,4 @@
-// A conversation: questions, each with the record of its answer, and what of it goes back with the next question.
+// A conversation: questions with their answers, and the messages that are sent with the next question.
 
 export class Conversation {
   constructor({ id = newId(), turns = [] } = {}) {

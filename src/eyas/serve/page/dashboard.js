@@ -1,4 +1,4 @@
-// The server at a glance and over the last hour: figures, alarms, plots.
+// The dashboard: current figures, alarms, and plots of the last hour.
 
 import { showAlarms } from "./alarms.js";
 import { byId } from "./dom.js";

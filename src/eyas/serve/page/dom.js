@@ -1,4 +1,4 @@
-// Elements made and found. Text is always text: what a model says never becomes markup.
+// Creates and finds elements. Text is always text: model output never becomes markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -9,7 +9,7 @@ export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** An SVG element with attributes and children. */
 export function drawn(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -22,7 +22,7 @@ function fill(made, attributes, children) {
   return made;
 }
 
-/** Tell people who listen rather than look. */
+/** Announce a text to screen readers. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }

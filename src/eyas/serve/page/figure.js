@@ -37,7 +37,7 @@ export class Figure {
     return this.fill(columns, rows);
   }
 
-  /** A table that nobody looks at is written when it is opened. */
+  /** A closed table is filled when it is opened. */
   later(columns, rows) {
     this.numbers.ontoggle = () => this.numbers.open && this.fill(columns, rows);
   }

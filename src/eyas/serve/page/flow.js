@@ -1,4 +1,4 @@
-// What happened from one look at the server to another, and what follows from it.
+// Differences between two snapshots of the server, and rates from them.
 
 export function between(earlier, later) {
   const [a, b] = [earlier.counts, later.counts];
@@ -16,7 +16,7 @@ export function between(earlier, later) {
   };
 }
 
-/** By name. A replaced engine counts anew: less than before means all of it is new. */
+/** Differences by name. A replaced engine counts from zero: a smaller count is all new. */
 function increases(before, after) {
   return Object.fromEntries(
     Object.entries(after).map(([name, count]) => [name, count - (count < (before[name] ?? 0) ? 0 : before[name] ?? 0)]),
@@ -32,7 +32,7 @@ export const acceptanceLength = (flow) => (flow && flow.drafts > 0 ? 1 + flow.ac
 
 export const tokensPerSecond = (flow) => (flow && flow.seconds > 0 ? flow.tokens / flow.seconds : null);
 
-/** Milliseconds that a share of a histogram's values stayed below, as if they lay evenly within a bucket. */
+/** A quantile of a histogram in milliseconds, interpolated within its bucket. */
 export function quantile(histogram, share) {
   const total = histogram?.counts.reduce((sum, count) => sum + count, 0) ?? 0;
   if (!total) return null;

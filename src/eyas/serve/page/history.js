@@ -1,4 +1,4 @@
-// What was seen of the server in the last hour, and what happened between two looks: counts differenced over its clock.
+// Snapshots of the server in the last hour, and the differences of counts between them, by the server's clock.
 
 import { between } from "./flow.js";
 
@@ -13,7 +13,7 @@ export class History {
     this.samples = [];
   }
 
-  /** Keep a look. One that the server took earlier already is no news; one before the last is another server. */
+  /** Add a snapshot. One with the same time is ignored; one older than the last comes from another server. */
   add(status) {
     const last = this.samples.at(-1);
     if (last && status.at_seconds === last.at_seconds) return;
@@ -28,14 +28,14 @@ export class History {
     });
   }
 
-  /** Add what the server kept from before the page looked, or while it did not. */
+  /** Add the server's samples from before the page was open, or while it was hidden. */
   merge(samples) {
     const known = new Set(this.samples.map((sample) => sample.at_seconds));
     const missed = samples.filter((sample) => !known.has(sample.at_seconds) && sample.at_seconds < this.latest.at_seconds);
     this.samples = [...this.samples, ...missed].sort((a, b) => a.at_seconds - b.at_seconds);
   }
 
-  /** Whether the server saw more than the page before this look. */
+  /** Whether the server has samples that the page lacks before this snapshot. */
   misses(status) {
     return !this.latest || status.at_seconds - this.latest.at_seconds > 2 * COARSE;
   }
@@ -44,20 +44,20 @@ export class History {
     return this.samples.at(-1) ?? null;
   }
 
-  /** Points (seconds before now, value) of something a single look tells. */
+  /** Points (seconds before now, value) of a value in a single snapshot. */
   gauge(read, span) {
     const now = this.latest?.at_seconds;
     return this.thinned(span).map((sample) => ({ x: sample.at_seconds - now, y: read(sample) }));
   }
 
-  /** Points of something that happened between two looks. */
+  /** Points of a value between two snapshots. */
   flow(read, span) {
     const now = this.latest?.at_seconds;
     const looks = this.thinned(span);
     return looks.slice(1).map((sample, i) => ({ x: sample.at_seconds - now, y: read(between(looks[i], sample)) }));
   }
 
-  /** What happened lately. */
+  /** The differences of the latest snapshots. */
   recent(seconds = RECENT) {
     const last = this.latest;
     if (this.samples.length < 2) return null;
@@ -65,7 +65,7 @@ export class History {
     return between(from, last);
   }
 
-  /** Looks within the last seconds, the latest among them, no more than a line shows. */
+  /** Snapshots of the last seconds, including the latest, at most as many as a line shows. */
   thinned(span) {
     const found = [];
     for (const sample of this.samples.toReversed()) {

@@ -40,7 +40,7 @@ function node(match, level) {
   return element(underscores === "__" ? "strong" : "em", {}, ...inline(underscored, level));
 }
 
-/** A link that is followed only when clicked and tells nobody where from; any other scheme stays the text it was. */
+/** A link without referrer; links of other schemes stay text. */
 function link(all, label, address, level) {
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!url || !SCHEMES.includes(url.protocol)) return all;

@@ -15,7 +15,7 @@ export function authorization() {
 /** Call `then` whenever another key is given. */
 export const onKey = (then) => listeners.push(then);
 
-/** The server wants a key, or another one: ask for it, but not again and again. */
+/** The server needs a key, or another one: ask for it once. */
 export function keyRefused() {
   byId("key-wrong").textContent = sessionStorage.getItem(NAME) ? "The server does not know this key." : "";
   if (!asked) open();

@@ -44,7 +44,7 @@ const READERS = [
   { begins: () => true, read: paragraph },
 ];
 
-/** Up to the closing fence; while an answer still comes, up to its end. */
+/** The code up to the closing fence, or up to the end of a streaming answer. */
 function fenced(lines, at) {
   const [, fence, language] = FENCE.exec(lines[at]);
   const closes = (line) => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
@@ -53,7 +53,7 @@ function fenced(lines, at) {
   return [codeBlock(lines.slice(at + 1, last).join("\n"), language), last + 1];
 }
 
-/** The page has headings of its own down to the third. */
+/** Headings start at the fourth level: the page uses the first three. */
 function heading(lines, at) {
   const [, marks, text] = HEADING.exec(lines[at]);
   return [element(`h${Math.min(6, marks.length + 3)}`, {}, ...inline(text)), at + 1];
@@ -114,7 +114,7 @@ function paragraph(lines, at) {
 
 const interrupts = (lines, at) => READERS.slice(0, -1).some((one) => one.begins(lines, at));
 
-/** The first line from here on that does not belong. */
+/** The first line from here on that is not part of the block. */
 function endOf(lines, at, belongs) {
   const end = lines.findIndex((line, i) => i >= at && !belongs(line, i));
   return end < 0 ? lines.length : end;

@@ -1,4 +1,4 @@
-// Tokens painted by origin. Depth shows as colour, as the thickness of the line below, in the title, and as a number.
+// Paints tokens by origin. Depth shows as colour, as the thickness of the line below, in the title, and as a number.
 //
 // A token may be half a character. Its text is then empty and comes with the token that completes it, so a painted
 // stretch stands for one token or several: its title names them all, its colour is that of the last.
@@ -24,7 +24,7 @@ export class Painter {
     }
   }
 
-  /** Nothing follows: what has no text by now ended the answer. */
+  /** The end of the answer: tokens without text by now ended it. */
   end() {
     if (!this.waiting.length) return;
     this.stretch = null;

@@ -1,4 +1,4 @@
-// The conversation under way: what was said goes back with every message, so that the model knows of it.
+// The current conversation: all messages are sent with every question.
 
 import { summary } from "./answer.js";
 import { Conversation } from "./conversation.js";
@@ -59,7 +59,7 @@ async function answer(at) {
   if (run.text) turn.answer = run.record();
   byId("kept-wrong").textContent = keep(conversation) ? "" : "This browser does not let the page keep conversations.";
   tellListeners();
-  // Listened to, an answer is of use when it is complete: piece by piece it would be stammered.
+  // Screen readers get the complete answer, not its pieces.
   announce(answered ? `${run.finish === "aborted" ? "Stopped" : "Answer"}: ${run.text} ${summary(run)}` : "No answer.");
   byId("message").focus({ preventScroll: true });
 }
@@ -103,7 +103,7 @@ const tellListeners = () => listeners.forEach((then) => then());
 const hiddenBelow = () =>
   byId("conversation").getBoundingClientRect().bottom + byId("composer").offsetHeight - window.innerHeight;
 
-/** Go where the conversation goes on. */
+/** Scroll to the end of the conversation. */
 export function showEnd() {
   if (conversation.turns.length && hiddenBelow() > 0) window.scrollBy(0, hiddenBelow());
   byId("message").focus({ preventScroll: true });

@@ -1,4 +1,4 @@
-// One answer as it comes: its tokens with their origins, its text, and how long things took as seen from here.
+// One streaming answer: its tokens with their origins, its text, and times as measured by the client.
 
 import { Lost, chat } from "./api.js";
 
@@ -64,7 +64,7 @@ export class Run {
     return fresh;
   }
 
-  /** What is shown of it, as data that can be kept. */
+  /** The shown data, for storage. */
   record() {
     const { tokens, passes, text, reasoning, finish, state, wait, speed, acceptanceLength, mode, foreseen, structured } = this;
     return { tokens, passes, text, reasoning, finish, state, wait, speed, acceptanceLength, mode, foreseen, structured };
@@ -94,7 +94,7 @@ export class Run {
     return this.body.response_format !== undefined;
   }
 
-  /** How many tokens the drafter foresaw. */
+  /** The number of tokens from accepted drafts. */
   get foreseen() {
     return this.tokens.filter((token) => token.depth > 0).length;
   }

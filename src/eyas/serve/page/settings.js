@@ -1,4 +1,4 @@
-// What requests are told beside their messages, from the form all views share.
+// The options of requests, from the form that all views share.
 
 import { byId } from "./dom.js";
 import { scale } from "./painting.js";
@@ -50,11 +50,11 @@ export function systemMessages() {
   return content ? [{ role: "system", content }] : [];
 }
 
-/** What the server serves decides what can be asked for. */
+/** Offer the options that the server supports. */
 export function adaptTo(served) {
   byId("max-tokens").max = served.max_model_len;
   byId("depth").max = Math.max(1, served.max_depth);
-  // Suffix drafts alone have no depth that is worth fixing: how much there is to copy decides it.
+  // With suffix drafts alone a fixed depth is of no use: it depends on the text that can be copied.
   const possible = { off: true, auto: served.max_depth > 0 || served.suffix, fixed: served.max_depth > 0 };
   for (const option of byId("speculation").options) option.disabled = !possible[option.value];
   if (!possible[byId("speculation").value]) byId("speculation").value = possible.auto ? "auto" : "off";

@@ -1,4 +1,4 @@
-// The badge on top: what the server does now, or why nobody knows.
+// The badge on top: the server's state, or why it is unknown.
 
 import { Lost } from "./api.js";
 import { byId } from "./dom.js";

@@ -8,7 +8,7 @@ const OPEN = "eyas-conversation";
 export const MOST = 20; // conversations
 const ROOM = 2_000_000; // characters of JSON in all
 
-/** What is kept, the latest first: {id, at, turns}. */
+/** The stored conversations, the latest first: {id, at, turns}. */
 export function kept() {
   try {
     const list = JSON.parse(localStorage.getItem(NAME) ?? "[]");
@@ -18,7 +18,7 @@ export function kept() {
   }
 }
 
-/** Keep a conversation as the latest. Whether that was possible. */
+/** Store a conversation as the latest. Returns whether that was possible. */
 export function keep({ id, turns }) {
   const others = kept().filter((one) => one.id !== id);
   return write([{ id, at: Date.now(), turns }, ...others].slice(0, MOST));

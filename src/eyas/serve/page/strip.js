@@ -1,4 +1,4 @@
-// The passes of an answer as a picture: a column for each pass of the target, a block for each token.
+// Draws the passes of an answer: a column for each pass of the target, a block for each token.
 
 import { drawn } from "./dom.js";
 import { plural } from "./numbers.js";
@@ -6,7 +6,7 @@ import { DEEPEST_COLOUR } from "./painting.js";
 
 const BLOCK = 6;
 
-/** What each pass confirmed of the draft, and its own token on top. */
+/** The accepted draft tokens of each pass, and the target's own token on top. */
 export function strip(passes, tokens) {
   const tallest = Math.max(2, ...passes.map((depths) => depths.length));
   const blocks = passes.flatMap((depths, column) =>

@@ -31,13 +31,13 @@ export function showTiles(history) {
   );
 }
 
-/** Who proposed the tokens that were accepted, where more than one does. */
+/** The sources of accepted tokens, if there are several. */
 function sources(counts) {
   const suffix = counts.suffix_accepted_tokens ?? 0;
   return suffix ? `; ${whole(counts.accepted_tokens - suffix)} by the drafter, ${whole(suffix)} by suffix drafts` : "";
 }
 
-/** Lately, or where nothing happened lately since the start. */
+/** Recent values; without recent activity, values since the start. */
 function waiting(name, lately, always) {
   const quiet = quantile(lately, 0.5) === null;
   const histogram = quiet ? always : lately;

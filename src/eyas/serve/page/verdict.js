@@ -1,4 +1,4 @@
-// What a comparison may claim: no more than its runs showed.
+// The verdict of a comparison, limited to what its runs show.
 
 import { fixed, known } from "./numbers.js";
 

@@ -1,4 +1,4 @@
-// Looks at the server every so often while somebody looks at the page, and passes on what it saw.
+// Polls the server while the page is visible, and passes on the snapshots.
 
 import { readStatus } from "./api.js";
 
@@ -12,7 +12,7 @@ export class Watch {
     document.addEventListener("visibilitychange", () => this.lookSoon());
   }
 
-  /** Look now, and from now on. */
+  /** Poll now, and from now on. */
   async lookSoon() {
     clearTimeout(this.timer);
     this.timer = null;

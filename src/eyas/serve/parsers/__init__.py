@@ -1,1 +1,1 @@
-"""Parsers of answers: reasoning, content and tool calls, by the formats that models write them in."""
+"""Parsers of answers: reasoning, content and tool calls, in the formats of the models."""

@@ -6,132 +6,95 @@
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from eyas.serve.parsers.base import BLANK, MAX_BLANKS, Markers, ParsedDelta, ToolParser, is_name
-from eyas.serve.parsers.formats import ToolCallFormat, free_text, json_rule, literal, parameters_of
+from eyas.serve.parsers.base import AnswerParser, Markers, Steps, is_name
+from eyas.serve.parsers.formats import (
+    AnswerFormat,
+    ReasoningEnd,
+    ReasoningFormat,
+    ToolCallFormat,
+    free_text,
+    json_rule,
+    literal,
+    parameters_of,
+)
 from eyas.serve.protocol.completions import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 FUNCTIONS = "functions."
-TEMPLATE_MARKERS = (CHANNEL, "analysis", MESSAGE)
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 _HEADER_ENDS = Markers(MESSAGE)
 _BODY_ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
-_STRAY = Markers(*MARKERS)
+_ALL = Markers(*MARKERS)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class HarmonyParser(ToolParser):
+class HarmonyParser(AnswerParser):
     """Parses one answer, from behind `<|start|>assistant`. Without `calls_allowed` calls are shown as content."""
 
     def __init__(self, *, max_calls: int | None, calls_allowed: bool) -> None:
         super().__init__(max_calls=max_calls)
         self._calls_allowed = calls_allowed
-        self._reasoning: list[str] = []
-        self._has_arguments = False
-        self._tail = ""
-        self._announced = False
-        """Whether `<|start|>` came, so that a header follows."""
-        self._spoken: set[str] = set()
-        """Kinds of messages that came already: two of one kind are set apart by a newline."""
+        self._seen: set[str] = set()
+        """Kinds of messages that came already: a newline separates two of one kind."""
 
-    def feed(self, text: str, *, last: bool = False) -> ParsedDelta:
-        """See `ToolParser`."""
-        self._reasoning = []
-        delta = super().feed(text, last=last)
-        delta.reasoning = "".join(self._reasoning)
-        return delta
+    def _parse(self) -> Steps[None]:
+        while True:
+            self.in_reasoning = announced = False
+            while (yield from self._take(START)):
+                announced = True
+            header, marker = yield from self._header(_HEADER_ENDS)
+            if not marker:
+                if self._last and (announced or self._text.startswith(CHANNEL, self._at)):
+                    return  # the answer ended within a header
+                while (yield from self._until(_ALL, self._add_content)):  # text without a header: drop its markers
+                    pass
+                return
+            marker = yield from self._message(header)
+            if not marker:
+                return
+            if marker in (START, CHANNEL):  # the end of the message is missing
+                self._unread(marker)
 
-    def _start(self) -> bool:
-        """A header."""
-        self.in_reasoning = False
-        if self._text.startswith(START, self._at):
-            self._at += len(START)
-            self._announced = True
-        taken = self._take_header(_HEADER_ENDS)
-        if taken is None:
-            return False
-        header, marker = taken
-        if not marker:
-            if self._last and (self._announced or self._text.startswith(CHANNEL, self._at)):
-                self._at = len(self._text)  # the answer ended within a header
-            self._state = self._without_header
-            return True
-        self._announced = False
+    def _message(self, header: str) -> Steps[str]:
+        """The message behind a header, up to the marker that ends it; "" at the end of the answer."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        kind = channel.group(1) if channel is not None else "final"
-        name = recipient.group(1).removeprefix(FUNCTIONS) if recipient is not None else ""
-        if recipient is not None and recipient.group(1).startswith(FUNCTIONS) and self._calls_allowed and is_name(name):
-            self._start_call(name)
-            self._has_arguments, self._tail, self._state = False, "", self._in_call
-        elif kind == "analysis" or (recipient is not None and not recipient.group(1).startswith(FUNCTIONS)):
-            self._begin("analysis", self._reasoning)
-            self.in_reasoning, self._state = True, self._in_analysis
-        else:
-            self._begin("final", self._content)
-            self._state = self._in_final
-        return True
-
-    def _begin(self, kind: str, output: list[str]) -> None:
-        if kind in self._spoken:
-            output.append("\n")
-        self._spoken.add(kind)
-
-    def _in_analysis(self) -> bool:
-        return self._in_body(self._reasoning)
-
-    def _in_final(self) -> bool:
-        return self._in_body(self._content)
-
-    def _in_body(self, output: list[str]) -> bool:
-        before, marker = self._take_until(_BODY_ENDS)
-        output.append(before)
-        self._end_body(marker)
-        return marker is not None
-
-    def _in_call(self) -> bool:
-        before, marker = self._take_until(_BODY_ENDS)
-        text = self._tail + (before if self._has_arguments else before.lstrip(BLANK))
-        end = max(len(text.rstrip(BLANK)), len(text) - MAX_BLANKS)
-        self._tail = text[end:]
-        self._has_arguments = self._has_arguments or bool(text)
-        self._add_arguments(text[:end])
-        if marker is not None and not self._has_arguments:
-            self._add_arguments("{}")
-        self._end_body(marker)
-        return marker is not None
-
-    def _end_body(self, marker: str | None) -> None:
-        if marker is None:
-            return
-        self._state = self._start
-        if marker in (START, CHANNEL):  # the end of the message is missing
-            self._at -= len(marker)
-
-    def _without_header(self) -> bool:
-        """Text that no header came before: what there is to say is said, without markers."""
-        before, marker = self._take_until(_STRAY)
-        self._content.append(before)
-        return marker is not None
+        to_function = recipient is not None and recipient.group(1).startswith(FUNCTIONS)
+        if recipient is not None and to_function and self._calls_allowed:
+            name = recipient.group(1).removeprefix(FUNCTIONS)
+            if is_name(name):
+                self._start_call(name)
+                return (yield from self._pass_arguments(_BODY_ENDS))
+        self.in_reasoning = bool(channel and channel.group(1) == "analysis") or bool(recipient and not to_function)
+        emit: Callable[[str], None] = self._add_reasoning if self.in_reasoning else self._add_content
+        kind = "analysis" if self.in_reasoning else "final"
+        if kind in self._seen:
+            emit("\n")
+        self._seen.add(kind)
+        return (yield from self._until(_BODY_ENDS, emit))
 
 
-class HarmonyFormat(ToolCallFormat):
-    """See the module."""
+class _Harmony(AnswerFormat):
+    template_markers = (CHANNEL, "analysis", MESSAGE)
+    markers = MARKERS
+
+
+class HarmonyFormat(_Harmony, ToolCallFormat):
+    """Tool calls in Harmony."""
 
     name = "openai"
     aliases = ("harmony", "gpt_oss")
-    template_markers = TEMPLATE_MARKERS
-    markers = MARKERS
+    partner = "openai_gptoss"
+    grammar_has_reasoning = True
 
     def new_parser(self, tools: Sequence[Tool], *, max_calls: int | None) -> HarmonyParser:
-        """See `ToolCallFormat`."""
         return HarmonyParser(max_calls=max_calls, calls_allowed=bool(tools))
 
     def lark_grammar(self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int]) -> str:
-        """See `ToolCallFormat`. Reasoning may come first. Calls come one by one: `<|call|>` ends the answer."""
+        """Reasoning may come first. Calls come one by one, with `parallel` too: `<|call|>` ends the answer."""
 
         def mark(text: str) -> str:
             return literal(text, special_tokens)
@@ -148,10 +111,17 @@ class HarmonyFormat(ToolCallFormat):
         return "\n".join(rules)
 
 
-class HarmonyReasoning:
-    """Harmony as a reasoning parser."""
+class HarmonyReasoning(_Harmony, ReasoningFormat):
+    """Reasoning in Harmony."""
 
     name = "openai_gptoss"
     aliases = ("gpt_oss", "harmony")
-    template_markers = TEMPLATE_MARKERS
-    markers = MARKERS
+    partner = "openai"
+    readable_as_content = False
+
+    def new_parser(self, prompt_end: str, tool_parser: AnswerParser | None) -> AnswerParser:
+        return tool_parser or HarmonyParser(max_calls=None, calls_allowed=False)
+
+    def reasoning_end(self, prompt_end: str) -> ReasoningEnd:
+        final = CHANNEL + "final"
+        return ReasoningEnd((final + MESSAGE, f"{final} {CONSTRAIN}json{MESSAGE}"))

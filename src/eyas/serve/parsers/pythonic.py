@@ -1,7 +1,7 @@
-"""Calls as a list in Python: `[f(a=1), g(b="x")]`, as Llama 3.2, Llama 4 and ToolACE write them.
+"""Tool calls as a list in Python: `[f(a=1), g(b="x")]`, as Llama 3.2, Llama 4 and ToolACE write them.
 
 The list must come first in the answer. A call is emitted once it is complete: before that it might be text. Values are
-literals, read with `ast` one by one, so that parameters may be called as Python's keywords are.
+literals, read with `ast` one by one, so that parameters may have the names of Python's keywords.
 """
 
 import ast
@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eyas.serve.parsers.base import BLANK, MAX_BLANKS, MAX_NAME, ToolParser, is_name, whole_characters
+from eyas.serve.parsers.arguments import properties_of
+from eyas.serve.parsers.base import BLANK, MAX_NAME, AnswerParser, Steps, is_name, whole_characters
 from eyas.serve.parsers.formats import ToolCallFormat, json_rule, literal
-from eyas.serve.parsers.parameter_grammar import properties_of
 from eyas.serve.protocol.completions import Tool
 
 MAX_CALL = 2**16
@@ -21,199 +21,157 @@ MAX_CALL = 2**16
 MAX_DEPTH = 64
 """How deep values may nest."""
 CONSTANTS = {"true": True, "false": False, "null": None}
-"""JSON's words, beside Python's own."""
+"""JSON's constants, beside Python's own."""
 _SIGNS = re.compile(r"""["'()\[\]{},=]""")
 _STRING_SIGNS = re.compile(r"""["'\\]""")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _KEY = re.compile(r"[^\W\d]\w*")
 
 
-class PythonicParser(ToolParser):
+class PythonicParser(AnswerParser):
     """Parses one answer."""
 
     def __init__(self, *, max_calls: int | None) -> None:
         super().__init__(max_calls=max_calls)
         self._raw: list[str] = []
         """Text since the last call, to be shown if it turns out to be no call."""
-        self._raw_size = 0
-        self._open: list[str] = []
-        """Brackets that are open within the call, its own first."""
-        self._quote, self._escaped = "", False
+        self._size = 0
+        """Characters of the call that is being read."""
         self._piece: list[str] = []
         """The name, a key or a value that is being read."""
-        self._name = ""
-        self._key: str | None = None
-        self._arguments_read: dict[str, Any] = {}
 
-    def _start(self) -> bool:
-        before = self._at
-        more = self._skip(BLANK)
-        self._blanks += self._text[before : self._at]
-        if more and self._text[self._at] == "[" and len(self._blanks) <= MAX_BLANKS:
-            self._raw, self._blanks = [self._blanks, "["], ""
-            self._at += 1
-            self._begin_call()
-        elif more or len(self._blanks) > MAX_BLANKS:
-            self._state = self._pass_rest
-        return more
-
-    def _begin_call(self) -> None:
-        self._open, self._piece, self._raw_size = [], [], 0
-        self._key, self._arguments_read = None, {}
-        self._state = self._in_call
-
-    def _in_call(self) -> bool:
-        """The name, and all up to the bracket that closes the call."""
-        if self._at >= len(self._text):
-            return False
-        if self._raw_size > MAX_CALL:
-            return self._no_call()
-        if self._quote:
-            return self._in_string()
-        found = _SIGNS.search(self._text, self._at)
-        if found is None:
-            self._keep(self._text[self._at :])
-            return False
-        sign = found.group()
-        if sign in "\"'":
-            return self._begin_string(found.start(), sign)
-        self._keep(self._text[self._at : found.start()])
-        if self._raw_size > MAX_CALL:
-            return self._no_call()
-        return self._structure(sign)
-
-    def _begin_string(self, at: int, sign: str) -> bool:
-        if not self._open:
-            return self._no_call()
-        if len(self._text) < at + 3 and not self._last:
-            self._keep(self._text[self._at : at])
-            rest = self._text[at:]
-            if rest == sign or rest == sign * 2:
-                return False  # two more characters decide whether three quotes open it
-        if self._text.startswith(sign * 3, at):
-            self._quote = sign * 3
-        else:
-            self._quote = sign
-        self._keep(self._text[self._at : at + len(self._quote)])
-        return True
-
-    def _in_string(self) -> bool:
-        if self._escaped:
-            self._escaped = False
-            self._keep(self._text[self._at])
-            return True
-        found = _STRING_SIGNS.search(self._text, self._at)
-        if found is None:
-            self._keep(self._text[self._at :])
-            return False
-        if found.group() == "\\":
-            self._escaped = True
-            self._keep(self._text[self._at : found.end()])
-        elif self._text.startswith(self._quote, found.start()):
-            self._keep(self._text[self._at : found.start() + len(self._quote)])
-            self._quote = ""
-        elif not self._last and self._quote.startswith(self._text[found.start() :]):
-            self._keep(self._text[self._at : found.start()])
-            return False
-        else:
-            self._keep(self._text[self._at : found.end()])
-        return True
-
-    def _structure(self, sign: str) -> bool:
-        """A sign outside strings."""
-        if not self._open:  # in front of the call's own bracket
-            name = "".join(self._piece).strip(BLANK)
-            if sign == "]" and self.calls and not name:  # behind a comma
-                self._at += 1
-                self._raw, self._state = [], self._pass_rest
-                return True
-            if sign != "(" or not is_name(name):
-                return self._no_call()
-            self._name, self._piece = name, []
-            self._open.append(sign)
+    def _parse(self) -> Steps[None]:
+        if (yield from self._begins_with("[")):
+            self._raw, self._blanks = [self._blanks], ""
             self._skip_sign()
-            return True
-        own = len(self._open) == 1
-        if own and sign == "=" and self._key is None:
-            self._key, self._piece = "".join(self._piece).strip(BLANK), []
-            self._skip_sign()
-            return True
-        if own and sign in ",)":
-            if not self._end_value(last=sign == ")"):
-                return self._no_call()
-            self._skip_sign()
-            if sign == ")":
-                self._state = self._behind_call_end
-            return True
-        if sign in "([{":
-            self._open.append(sign)
-        elif sign in _PAIRS and self._open.pop() != _PAIRS[sign]:
-            return self._no_call()
-        if not self._open or len(self._open) > MAX_DEPTH:
-            return self._no_call()
-        self._keep(sign)
-        return True
+            while (yield from self._one_call()):
+                pass
+            self._emit_text("".join(self._raw))
+        yield from self._pass_rest()
 
-    def _end_value(self, *, last: bool) -> bool:
-        """Take the value of a parameter; False if it is none."""
-        text = "".join(self._piece).strip(BLANK)
-        self._piece = []
-        if self._key is None:
-            return not text and last  # no parameters at all, or a comma behind the last
-        key, self._key = self._key, None
-        if not _KEY.fullmatch(key) or len(key) > MAX_NAME:
+    def _one_call(self) -> Steps[bool]:
+        """Emit a call, and return whether another follows. If it is no call, its text is left in `_raw`."""
+        self._size = 0
+        name = yield from self._function_name()
+        arguments = (yield from self._keyword_arguments()) if name else None
+        if arguments is None:
+            return False
+        # It is a call if another or the end of the list follows.
+        if not (yield from self._skip(BLANK, self._raw.append)) or self._text[self._at] not in ",]":
             return False
         try:
-            self._arguments_read[key] = _literal_value(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return False
-        return True
-
-    def _behind_call_end(self) -> bool:
-        """A call is complete: it is one if another or the end of the list follows."""
-        before = self._at
-        more = self._skip(BLANK)
-        self._raw.append(self._text[before : self._at])
-        if not more:
-            return False
-        sign = self._text[self._at]
-        if sign not in ",]":
-            return self._no_call()
-        try:
-            arguments = json.dumps(self._arguments_read, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
-            return self._no_call()
-        self._at += 1
-        self._start_call(self._name)
-        self._add_arguments(whole_characters(arguments))
-        self._raw = [sign]
-        self._begin_call()
-        if sign == "]":
-            self._raw, self._state = [], self._pass_rest
+            return False
+        self._start_call(name)
+        self._add_arguments(whole_characters(text))
+        self._raw = []
+        if self._text[self._at] == "]":
+            self._at += 1
+            return False
+        self._skip_sign()
         return True
 
-    def _no_call(self) -> bool:
-        """All that is not in a call is text, from here on too."""
-        self._emit_text("".join(self._raw))
-        self._raw, self._quote, self._state = [], "", self._pass_rest
-        return True
+    def _function_name(self) -> Steps[str]:
+        """The name in front of the call's bracket; "" if there is no call."""
+        self._piece = []
+        sign = yield from self._next_sign()
+        name = "".join(self._piece).strip(BLANK)
+        if sign == "]" and self.calls and not name:  # behind a comma
+            self._at += 1
+            self._raw = []
+            return ""
+        if sign != "(" or not is_name(name):
+            return ""
+        self._skip_sign()
+        return name
 
-    def _keep(self, text: str) -> None:
-        self._piece.append(text)
-        self._raw.append(text)
-        self._raw_size += len(text)
-        self._at += len(text)
+    def _keyword_arguments(self) -> Steps[dict[str, Any] | None]:
+        """The arguments, up to and including the bracket that closes the call; None if this is no call."""
+        key: str | None = None
+        arguments: dict[str, Any] = {}
+        brackets: list[str] = []
+        self._piece = []
+        while sign := (yield from self._next_sign()):
+            if sign in "\"'":
+                yield from self._string(sign)
+            elif not brackets and sign == "=" and key is None:
+                key = "".join(self._piece).strip(BLANK)
+                self._skip_sign()
+            elif not brackets and sign in ",)":
+                text = "".join(self._piece).strip(BLANK)
+                if key is not None:
+                    try:
+                        arguments[_parameter_name(key)] = _literal_value(text)
+                    except (ValueError, SyntaxError, MemoryError, RecursionError):
+                        return None
+                elif text or sign == ",":  # no parameters at all, or a comma behind the last
+                    return None
+                self._skip_sign()
+                key = None
+                if sign == ")":
+                    return arguments
+            else:
+                if sign in "([{":
+                    brackets.append(sign)
+                elif sign in _PAIRS and (not brackets or brackets.pop() != _PAIRS[sign]):
+                    return None
+                if len(brackets) >= MAX_DEPTH:
+                    return None
+                self._keep(len(sign))
+        return None
+
+    def _next_sign(self) -> Steps[str]:
+        """Read up to the next sign, which is returned; "" if the answer ends or the call is too long."""
+        while self._size <= MAX_CALL:
+            found = _SIGNS.search(self._text, self._at)
+            self._keep((found.start() if found is not None else len(self._text)) - self._at)
+            if found is not None:
+                return found.group() if self._size <= MAX_CALL else ""
+            if self._last:
+                break
+            yield
+        return ""
+
+    def _string(self, sign: str) -> Steps[None]:
+        """Keep a string. Two more characters decide whether three quotes open it."""
+        while not self._last and len(self._text) - self._at < 3 and self._text[self._at :] in (sign, sign * 2):
+            yield
+        quote = sign * 3 if self._text.startswith(sign * 3, self._at) else sign
+        self._keep(len(quote))
+        while self._size <= MAX_CALL and (yield from self._more()):
+            found = _STRING_SIGNS.search(self._text, self._at)
+            self._keep((found.start() if found is not None else len(self._text)) - self._at)
+            if found is None:
+                continue
+            if found.group() == "\\":
+                self._keep(1)
+                if (yield from self._more()):
+                    self._keep(1)
+            elif (yield from self._take(quote)):
+                self._unread(quote)
+                self._keep(len(quote))
+                return
+            else:
+                self._keep(1)
+
+    def _keep(self, count: int) -> None:
+        """Read characters of a name, a key or a value."""
+        self._piece.append(self._text[self._at : self._at + count])
+        self._raw.append(self._piece[-1])
+        self._size += count
+        self._at += count
 
     def _skip_sign(self) -> None:
-        """Go past a sign that belongs to no value."""
-        self._raw.append(self._text[self._at])
-        self._raw_size += 1
-        self._at += 1
+        """Read a sign between two pieces."""
+        self._keep(1)
+        self._piece = []
 
-    def _finish(self) -> None:
-        if self._state in (self._in_call, self._behind_call_end):
-            self._emit_text("".join(self._raw))
-        super()._finish()
+
+def _parameter_name(text: str) -> str:
+    if not _KEY.fullmatch(text) or len(text) > MAX_NAME:
+        raise ValueError("no name of a parameter")
+    return text
 
 
 def _literal_value(text: str) -> Any:
@@ -224,7 +182,7 @@ def _literal_value(text: str) -> Any:
 
 
 def _value_of(node: ast.expr) -> Any:
-    """The value of a syntax tree; it is no deeper than `MAX_DEPTH` allows."""
+    """The value of a syntax tree, which is no deeper than `MAX_DEPTH`."""
     match node:
         case ast.Constant(value=str() | bool() | int() | float() | None as value):
             return value
@@ -246,17 +204,15 @@ def _key_of(node: ast.expr | None) -> str:
 
 
 class PythonicFormat(ToolCallFormat):
-    """See the module. Templates do not tell it apart: it must be named."""
+    """Calls as a list in Python. No template shows it: the operator must name it."""
 
     name = "pythonic"
-    markers = ()
 
     def new_parser(self, tools: Sequence[Tool], *, max_calls: int | None) -> PythonicParser:
-        """See `ToolCallFormat`."""
         return PythonicParser(max_calls=max_calls)
 
     def lark_grammar(self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int]) -> str:
-        """See `ToolCallFormat`. Values are JSON, whose words the parser knows too."""
+        """Values are JSON, whose constants the parser knows too."""
         more = '(", " call)*' if parallel else ""
         rules = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"f{number}" for number in range(len(tools)))]
         for number, tool in enumerate(tools):
@@ -265,7 +221,7 @@ class PythonicFormat(ToolCallFormat):
 
 
 def _function_rules(tool: Tool, rule: str) -> list[str]:
-    """A call with its parameters in the schema's order, set apart by commas; those not required may be missing."""
+    """A call with its parameters in the schema's order, separated by commas; optional ones may be missing."""
     properties = properties_of(tool)
     rules = [f"{rule}: {literal(f'{tool.function.name}(', {})} {rule}s0 {literal(')', {})}"]
     for at, (key, schema, required) in enumerate(properties):

@@ -1,19 +1,15 @@
 """All formats by name, and which of them a chat template uses."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from eyas.errors import UserError
-from eyas.serve.parsers.deepseek_v3 import DeepSeekV3Format, DeepSeekV31Format
-from eyas.serve.parsers.formats import ToolCallFormat
-from eyas.serve.parsers.glm45 import Glm45Format
+from eyas.serve.parsers.delimited import DeepSeekV3Format, DeepSeekV31Format, KimiK2Format
+from eyas.serve.parsers.formats import AnswerFormat, ReasoningFormat, ToolCallFormat
 from eyas.serve.parsers.harmony import HarmonyFormat, HarmonyReasoning
-from eyas.serve.parsers.hermes import HermesFormat
-from eyas.serve.parsers.kimi_k2 import KimiK2Format
-from eyas.serve.parsers.llama3_json import Llama3JsonFormat
-from eyas.serve.parsers.mistral import MistralFormat
+from eyas.serve.parsers.json_calls import HERMES, LLAMA3_JSON, MISTRAL
 from eyas.serve.parsers.pythonic import PythonicFormat
-from eyas.serve.parsers.qwen3_coder import Qwen3CoderFormat
+from eyas.serve.parsers.tagged import Glm45Format, Qwen3CoderFormat
 from eyas.serve.parsers.think_tags import THINK_END, ThinkTagFormat
 
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
@@ -23,14 +19,12 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
     DeepSeekV31Format(),
     Glm45Format(),
     Qwen3CoderFormat(),
-    HermesFormat(),
-    MistralFormat(),
-    Llama3JsonFormat(),
+    HERMES,
+    MISTRAL,
+    LLAMA3_JSON,
     PythonicFormat(),
 )
-"""A template may match several: the first of them counts, so those with rarer markers come first."""
-
-ReasoningFormat = ThinkTagFormat | HarmonyReasoning
+"""A template may match several: the first one counts, so those with rarer markers come first."""
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     HarmonyReasoning(),
     ThinkTagFormat(
@@ -49,24 +43,11 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
 )
 AUTO = "auto"
-
-
-class NamedFormat(Protocol):
-    """What formats are found by."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def template_markers(self) -> tuple[str, ...]: ...
-
-
-Format = TypeVar("Format", bound=NamedFormat)
+Format = TypeVar("Format", bound=AnswerFormat)
 
 
 def by_name(formats: Sequence[Format], name: str, what: str) -> Format:
-    """The format of that name."""
+    """The format of that name or alias."""
     for one in formats:
         if name == one.name or name in one.aliases:
             return one
@@ -87,21 +68,21 @@ def choose_formats(
 ) -> tuple[ToolCallFormat | None, ReasoningFormat | None]:
     """The formats of a target: as the operator named them, else by its chat template.
 
-    Harmony is one format for both. It is used wherever a template has it: its answers cannot be read otherwise.
+    Harmony is one format for both. It is used wherever a template has it: its answers cannot be parsed otherwise.
     """
     named_tool = None if tool_parser in (None, AUTO) else by_name(TOOL_CALL_FORMATS, tool_parser, "tool-call parser")
     tool = named_tool or by_template(TOOL_CALL_FORMATS, template)
-    seen = by_template(REASONING_FORMATS, template)
     reasoning: ReasoningFormat | None = None
     if reasoning_parser == AUTO:
-        reasoning = seen
+        reasoning = by_template(REASONING_FORMATS, template)
     elif reasoning_parser is not None:
         reasoning = by_name(REASONING_FORMATS, reasoning_parser, "reasoning parser")
-    elif isinstance(tool, HarmonyFormat):
-        reasoning = HarmonyReasoning()
-    if isinstance(reasoning, HarmonyReasoning) and named_tool is None:
-        tool = HarmonyFormat()
-    if tool is not None and isinstance(tool, HarmonyFormat) != isinstance(reasoning, HarmonyReasoning):
+    elif tool is not None and tool.partner:
+        reasoning = by_name(REASONING_FORMATS, tool.partner, "reasoning parser")
+    partner = reasoning.partner if reasoning is not None else ""
+    if partner and named_tool is None:
+        tool = by_name(TOOL_CALL_FORMATS, partner, "tool-call parser")
+    if tool is not None and (tool.partner or partner) and tool.name != partner:
         raise UserError(
             f"tool-call parser {tool.name!r} and reasoning parser {reasoning.name if reasoning else 'none'!r} do not "
             "go together: harmony is one format for both; leave --reasoning-parser or --tool-call-parser out"

@@ -1,15 +1,15 @@
-"""Reasoning between two tags: `<think>` and `</think>` for DeepSeek R1, Qwen3, GLM 4.5 and their relatives, others for
-others.
+"""Reasoning between two tags, such as `<think>` and `</think>` of DeepSeek R1, Qwen3 and GLM 4.5.
 
-Where an answer begins is told by its prompt. A template may open the reasoning itself, so that the answer has only its
-end; or close it, which is how thinking is turned off: then all is content. If it does neither, the answer says.
+The end of the prompt says where an answer begins. A template may open the reasoning itself, so that the answer has only
+its end; or close it, which is how thinking is turned off: then all is content. If it does neither, the answer says.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from eyas.serve.parsers.base import BLANK, MAX_BLANKS, AnswerParser, Markers, ParsedDelta, ToolParser
+from eyas.serve.parsers.base import BLANK, MAX_BLANKS, AnswerParser, Markers, ParsedDelta, Steps
+from eyas.serve.parsers.formats import ReasoningEnd, ReasoningFormat
 
 THINK, THINK_END = "<think>", "</think>"
 
@@ -22,14 +22,13 @@ class ReasoningStart(Enum):
     UNSAID = "unsaid"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThinkTagFormat:
-    """One reasoning parser of this kind, by vLLM's name."""
+@dataclass(kw_only=True)
+class ThinkTagFormat(ReasoningFormat):
+    """One reasoning parser of this kind."""
 
     name: str
     aliases: tuple[str, ...] = ()
     template_markers: tuple[str, ...]
-    """A chat template that contains all of them uses it."""
     always_thinks: bool = False
     """Whether an answer is reasoning until `</think>` comes even if nobody opened it."""
     calls_end_it: bool = False
@@ -37,87 +36,76 @@ class ThinkTagFormat:
     begin: str = THINK
     end: str = THINK_END
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens, which an answer's text leaves out and a parser must see."""
-        return (self.begin, self.end)
+    def __post_init__(self) -> None:
+        self.markers = (self.begin, self.end)
 
-    def start_of(self, end_of_prompt: str) -> ReasoningStart:
-        """How this prompt leaves the reasoning."""
-        end = end_of_prompt.rstrip(BLANK)
+    def new_parser(self, prompt_end: str, tool_parser: AnswerParser | None) -> "ThinkTagParser":
+        openings = tool_parser.openings if tool_parser is not None and self.calls_end_it else ()
+        return ThinkTagParser(self, self._start_of(prompt_end), tool_parser, openings)
+
+    def reasoning_end(self, prompt_end: str) -> ReasoningEnd | None:
+        start = self._start_of(prompt_end)
+        if start is ReasoningStart.CLOSED:
+            return None
+        return ReasoningEnd((self.end,), begin=self.begin if start is ReasoningStart.UNSAID else None)
+
+    def _start_of(self, prompt_end: str) -> ReasoningStart:
+        end = prompt_end.rstrip(BLANK)
         if end.endswith(self.end):
             return ReasoningStart.CLOSED
         return ReasoningStart.OPEN if end.endswith(self.begin) or self.always_thinks else ReasoningStart.UNSAID
 
-    def new_parser(self, start: ReasoningStart, tool_parser: ToolParser | None) -> "ThinkTagParser":
-        """A parser of one answer; tool calls are looked for behind the reasoning."""
-        ends = tool_parser.openings if tool_parser is not None and self.calls_end_it else ()
-        return ThinkTagParser(self, start, tool_parser, call_markers=ends)
-
 
 class ThinkTagParser(AnswerParser):
-    """Parses one answer."""
+    """Parses one answer; content behind the reasoning goes through the parser of tool calls."""
 
     def __init__(
         self,
         format_: ThinkTagFormat,
         start: ReasoningStart,
-        tool_parser: ToolParser | None,
-        *,
-        call_markers: Sequence[str] = (),
+        tool_parser: AnswerParser | None,
+        call_openings: Sequence[str],
     ) -> None:
         super().__init__()
-        self._format = format_
-        self.calls = tool_parser.calls if tool_parser is not None else []
+        self._format, self._reasoning_start, self._tool_parser = format_, start, tool_parser
+        self._ends = Markers(format_.end, *call_openings)
         self.in_reasoning = start is ReasoningStart.OPEN
-        self._tool_parser = tool_parser
-        self._ends = Markers(format_.end, *call_markers)
-        self._expected = format_.end if start is ReasoningStart.CLOSED else format_.begin
-        """A marker that is dropped if the text begins with it."""
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
+        if tool_parser is not None:
+            self.calls = tool_parser.calls
 
     def feed(self, text: str, *, last: bool = False) -> ParsedDelta:
-        """See `AnswerParser`."""
-        self._reasoning, self._content = [], []
-        self._read(text, last=last)
-        delta = ParsedDelta(content="".join(self._content))
-        if self._tool_parser is not None and (last or delta.content):
-            delta = self._tool_parser.feed(delta.content, last=last)
-        delta.reasoning = "".join(self._reasoning)
-        return delta
+        delta = super().feed(text, last=last)
+        if self._tool_parser is None or not (last or delta.content):
+            return delta
+        parsed = self._tool_parser.feed(delta.content, last=last)
+        parsed.reasoning = delta.reasoning
+        return parsed
 
-    def _start(self) -> bool:
-        """The beginning of the answer, and of what follows the reasoning: a marker may come behind blanks."""
-        at, end = self._at, min(len(self._text), self._at + MAX_BLANKS)
-        while at < end and self._text[at] in BLANK:
-            at += 1
-        if at == len(self._text) and at < self._at + MAX_BLANKS and not self._last:
-            return False
-        begin, self._at = self._at, at
-        found = self._next_is(self._expected)
-        if found is None:
-            self._at = begin
-            return False
-        if found == self._format.begin:
-            self.in_reasoning = True
-        self._at = at + len(found) if found else begin
-        self._state = self._in_reasoning if self.in_reasoning else self._in_content
-        return True
+    def _parse(self) -> Steps[None]:
+        closed = self._reasoning_start is ReasoningStart.CLOSED
+        found = yield from self._drop(self._format.end if closed else self._format.begin)
+        self.in_reasoning = self.in_reasoning or found == self._format.begin
+        if self.in_reasoning:
+            marker = yield from self._until(self._ends, self._add_reasoning)
+            if not marker:
+                return
+            self.in_reasoning = False
+            if marker == self._format.end:
+                yield from self._drop(marker)
+            else:
+                self._unread(marker)
+        yield from self._pass_rest()
 
-    def _in_reasoning(self) -> bool:
-        before, marker = self._take_until(self._ends)
-        self._reasoning.append(before)
-        if marker is None:
-            return False
-        self.in_reasoning = False
-        self._expected, self._state = self._format.end, self._start
-        if marker != self._format.end:
-            self._at -= len(marker)
-            self._state = self._in_content
-        return True
-
-    def _in_content(self) -> bool:
-        self._content.append(self._text[self._at :])
-        self._at = len(self._text)
-        return False
+    def _drop(self, marker: str) -> Steps[str]:
+        """Drop a marker and the blanks before it, if it comes next; it is returned."""
+        while True:
+            at, end = self._at, min(len(self._text), self._at + MAX_BLANKS)
+            while at < end and self._text[at] in BLANK:
+                at += 1
+            rest = self._text[at : at + len(marker)]
+            if rest == marker:
+                self._at = at + len(marker)
+                return marker
+            if self._last or not marker.startswith(rest):
+                return ""
+            yield

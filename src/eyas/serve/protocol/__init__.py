@@ -1,1 +1,1 @@
-"""Request bodies: their fields, their bounds, and what is refused."""
+"""Request bodies: fields, limits and validation."""

@@ -13,7 +13,7 @@ MAX_PARTS = 2048
 MAX_TOOLS = 128
 """As OpenAI has it; also calls in one message."""
 MAX_OBJECTS = 8192
-"""Of lists whose objects are looked at one by one later."""
+"""Of lists whose objects are checked one by one later."""
 MAX_LOGIT_BIAS = 4096
 MAX_STOP_TOKEN_IDS = 4096
 MAX_ALLOWED_TOKEN_IDS = 2**18
@@ -24,12 +24,11 @@ MAX_FIELDS = 256
 
 def at_most(count: int) -> BeforeValidator:
     """A bound on the length of a list or an object."""
-
     return BeforeValidator(lambda given: require_at_most(given, count))
 
 
 def require_at_most(given: Any, count: int) -> Any:
-    """A value that is no longer than that, if it is a list or an object."""
+    """The value, or an error if it is a longer list or object."""
     if isinstance(given, list | dict) and len(given) > count:
         raise PydanticCustomError(
             TOO_MANY, "has {given} items, above the {count} allowed", {"given": len(given), "count": count}

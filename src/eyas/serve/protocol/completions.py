@@ -1,6 +1,6 @@
 """Request bodies, field by field: OpenAI's names, vLLM's extensions, and `speculative`.
 
-Only supported fields are listed. Any other field is refused by name, unless its value asks for nothing
+Only supported fields are listed. Any other field is refused by name, unless its value has no effect
 (`NEUTRAL_VALUES`), such as `"echo": false`.
 """
 
@@ -26,7 +26,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Unsupported fields of OpenAI's API, and the values (beside null) that ask for nothing."""
+"""Unsupported fields of OpenAI's API, and the values (beside null) that have no effect."""
 
 Count = Annotated[int, Field(ge=1)]
 JsonObjects = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(bounds.MAX_OBJECTS)]
@@ -40,7 +40,7 @@ class WireModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _bound_fields(cls, given: Any) -> Any:
-        """Thousands of unknown fields would be thousands of errors."""
+        """Limit the number of fields: each unknown one would be an error object."""
         return bounds.require_at_most(given, bounds.MAX_FIELDS)
 
 
@@ -98,7 +98,7 @@ class StructuredOutputs(WireModel):
 
 
 class GenerationRequest(WireModel):
-    """The fields that both endpoints share."""
+    """The fields that chat and text completions share."""
 
     model: str | None = Field(None, description="The served name; may be left out, as there is one model.")
     max_tokens: Count | None = None
@@ -156,7 +156,7 @@ class GenerationRequest(WireModel):
     store: bool = Field(
         False, description='Nothing can be fetched later. false keeps the answer from --learn unless "learn" is true.'
     )
-    # These ask nothing of the text: they are checked and have no effect.
+    # These fields are checked and have no effect on the text.
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, at_most(16)
     ] = Field(None, description="Not kept.")
@@ -175,15 +175,11 @@ class GenerationRequest(WireModel):
         kept = {}
         for name, value in given.items():
             known = name in cls.model_fields
+            neutral = () if known else NEUTRAL_VALUES.get(name, ())
             if value is None and (known or name in NEUTRAL_VALUES):
                 continue  # null means that the field was not given
-            if (
-                not known
-                and name in NEUTRAL_VALUES
-                and any(_same_value(value, neutral) for neutral in NEUTRAL_VALUES[name])
-            ):
-                continue
-            kept[name] = value
+            if not any(type(value) is type(one) and value == one for one in neutral):  # 1 is not True
+                kept[name] = value
         return kept
 
 
@@ -231,7 +227,7 @@ class AssistantMessage(WireModel):
     reasoning_content: str | None = Field(None, description="An older name of reasoning.")
     refusal: None = None
     name: str | None = Field(None, description="Who speaks; goes to the chat template.")
-    # Clients send back the answers they got, with what was empty in them.
+    # Clients send answers back, with the fields that were empty.
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
@@ -247,8 +243,6 @@ class ToolMessage(WireModel):
 
 
 Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-
-
 Messages = Annotated[list[Message], at_most(bounds.MAX_MESSAGES)]
 
 
@@ -285,7 +279,7 @@ class NamedToolChoice(WireModel):
 
 
 def _kind_of_prompt(given: Any) -> str | None:
-    """Which kind of prompt this is, by its first item: trying one kind after the other takes many times longer."""
+    """The kind of a prompt, by its first item: trying one kind after the other takes many times longer."""
     first = given[0] if isinstance(given, list) and given else ""
     kinds: dict[type, str] = {str: "texts", int: "ids", list: "id_lists"}
     return "text" if isinstance(given, str) else kinds.get(type(first)) if isinstance(given, list) else None
@@ -333,8 +327,3 @@ class CompletionRequest(GenerationRequest):
         False, description="Return the prompt before the answer; with logprobs also those of its tokens."
     )
     logprobs: int | None = Field(None, ge=0, le=20)
-
-
-def _same_value(value: Any, neutral: Any) -> bool:
-    """Equal and of the same type: 1 is not True."""
-    return type(value) is type(neutral) and value == neutral

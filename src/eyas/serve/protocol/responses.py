@@ -1,8 +1,8 @@
 """The body of /v1/responses, and the chat completion that it asks for.
 
 OpenAI's Responses API is a second way to write a chat completion: items for messages, `text.format` for
-`response_format`. So a body is rewritten as the body of /v1/chat/completions, and one route serves both. Fields that
-are not OpenAI's (`seed`, `top_k`, `speculative`, ...) pass through, and are checked there.
+`response_format`. A body is rewritten as the body of /v1/chat/completions, and one route serves both. Fields that are
+not OpenAI's (`seed`, `top_k`, `speculative`, ...) pass through, and are checked there.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eyas.serve.api_error import ApiError
+from eyas.serve.api_error import ApiError, invalid, unsupported
 from eyas.serve.protocol.bounds import at_most
 from eyas.serve.protocol.completions import Count, JsonObjects, WireModel
 
@@ -32,7 +32,7 @@ REFUSED_FIELDS = {
     "return_tokens_as_token_ids": NO_PLACE,
 }
 """Fields that cannot be honoured; null and false are fine."""
-CHAT_WORDS = {
+CHAT_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
@@ -41,7 +41,7 @@ CHAT_WORDS = {
     "logprobs": "include",
     "n": "several requests",
 }
-"""Fields of chat completions, and what says the same here."""
+"""Fields of chat completions, and their names here."""
 
 
 class JsonTextFormat(WireModel):
@@ -102,7 +102,7 @@ class ResponsesRequest(WireModel):
 
 
 class _Item(BaseModel):
-    """An item of the input. Clients send back what they got, so fields that say nothing to the model are ignored."""
+    """An item of the input. Clients send items of answers back, so fields that the model does not see are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -160,7 +160,7 @@ TEXT_PARTS = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-"""Content parts of text, and the field that holds it."""
+"""Content parts with text, and the field that holds it."""
 
 
 def chat_body(body: ResponsesRequest) -> bytes:
@@ -169,11 +169,11 @@ def chat_body(body: ResponsesRequest) -> bytes:
     for field, why in REFUSED_FIELDS.items():
         value = extra.pop(field, None)
         if value is not None and value is not False:
-            raise ApiError(400, f"{field} is not served: {why}", field=field, code="unsupported_parameter")
-    for field, instead in CHAT_WORDS.items():
+            raise unsupported(field, f"{field} is not served: {why}")
+    for field, instead in CHAT_NAMES.items():
         if field in extra:
             message = f"{field} is a field of /v1/chat/completions; use {instead}"
-            raise ApiError(400, message, field=field, code="unknown_parameter")
+            raise invalid(field, message, code="unknown_parameter")
     chat = extra | {"messages": _messages(body)}
     chat |= {"model": body.model, "max_completion_tokens": body.max_output_tokens, "store": body.store}
     chat |= {"response_format": _response_format(body)} | _tools(body) | _logprobs(body)
@@ -193,7 +193,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     if not body.input:
-        raise ApiError(400, "input is an empty list; give at least one item", field="input")
+        raise invalid("input", "input is an empty list; give at least one item")
     for number, given in enumerate(body.input):
         field = f"input.{number}"
         item = _item(given, field)
@@ -206,7 +206,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             _add_to_answer(messages, item, field)
     for message in messages:
         if message["role"] == "assistant" and "tool_calls" not in message:
-            message.setdefault("content", "")  # an answer that was cut while it reasoned
+            message.setdefault("content", "")  # an answer that was cut in its reasoning
     return messages
 
 
@@ -230,10 +230,10 @@ def _add_to_answer(messages: list[dict[str, Any]], item: _Item, field: str) -> N
 def _item(given: dict[str, Any], field: str) -> _Item:
     kind = given.get("type") or "message"
     if kind == "item_reference":
-        raise ApiError(400, f"{field} is a reference, and {SEND_ALL}", field=field, code="unsupported_parameter")
+        raise unsupported(field, f"{field} is a reference, and {SEND_ALL}")
     if not isinstance(kind, str) or kind not in ITEMS:
         message = f"{field}.type is {kind!r:.60}; it should be {', '.join(ITEMS)}"
-        raise ApiError(400, message, field=f"{field}.type", code="invalid_value")
+        raise invalid(f"{field}.type", message, code="invalid_value")
     return _validated(ITEMS[kind], given, field)
 
 
@@ -245,11 +245,11 @@ def _validated(kind: type[Model], given: Any, field: str) -> Model:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         at = ".".join([field, *map(str, first["loc"][:1])])
         if first["type"] == "missing":
-            raise ApiError(400, f"{at} is missing; give it", field=at, code="missing_required_parameter") from None
+            raise invalid(at, f"{at} is missing; give it", code="missing_required_parameter") from None
         if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"{at} is not supported; leave it out", field=at, code="unknown_parameter") from None
+            raise invalid(at, f"{at} is not supported; leave it out", code="unknown_parameter") from None
         limit = first["msg"].removeprefix("Input should be ")
-        raise ApiError(400, f"{at} should be {limit}; change it", field=at, code="invalid_value") from None
+        raise invalid(at, f"{at} should be {limit}; change it", code="invalid_value") from None
 
 
 def _text(content: str | list[dict[str, Any]], field: str) -> str:
@@ -262,7 +262,7 @@ def _text(content: str | list[dict[str, Any]], field: str) -> str:
         text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
         if not isinstance(text, str):
             message = f"{field}.{number} is {kind!r:.60}; only parts of text are served, such as input_text"
-            raise ApiError(400, message, field=f"{field}.{number}", code="unsupported_parameter")
+            raise unsupported(f"{field}.{number}", message)
         texts.append(text)
     return "".join(texts)
 
@@ -275,7 +275,7 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         return {"type": "json_object"}
     if wanted.schema_ is None:
         field = "text.format.schema"
-        raise ApiError(400, f"{field} is missing; give it", field=field, code="missing_required_parameter")
+        raise invalid(field, f"{field} is missing; give it", code="missing_required_parameter")
     return {"type": "json_schema", "json_schema": {"name": wanted.name or "answer", "schema": wanted.schema_}}
 
 
@@ -286,14 +286,14 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
         kind = given.get("type")
         if kind != "function":
             message = f"{field}.type is {kind!r:.60}; only functions are served, so run other tools on your side"
-            raise ApiError(400, message, field=f"{field}.type", code="unsupported_parameter")
+            raise unsupported(f"{field}.type", message)
         function = _validated(ResponsesFunctionTool, given, field).model_dump(exclude={"type"}, exclude_none=True)
         tools.append({"type": "function", "function": function})
     choice = body.tool_choice
     if isinstance(choice, Mapping):
         if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
             message = 'tool_choice should be none, auto, required or {"type": "function", "name": ...}; change it'
-            raise ApiError(400, message, field="tool_choice", code="invalid_value")
+            raise invalid("tool_choice", message, code="invalid_value")
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return {"tools": tools or None, "tool_choice": choice}
 
@@ -302,7 +302,7 @@ def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
     for wish in body.include or ():
         if wish not in (LOGPROBS, ENCRYPTED_REASONING):
             message = f"include has {wish!r:.60}; there is only {LOGPROBS} here"
-            raise ApiError(400, message, field="include", code="unsupported_parameter")
+            raise unsupported("include", message)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         return {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return {}

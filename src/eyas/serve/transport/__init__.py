@@ -1,1 +1,1 @@
-"""How bytes come and go: sockets, HTTP/1.1, TLS, deadlines, and one client's connection."""
+"""Sockets, HTTP/1.1, TLS, deadlines, and one client's connection."""

@@ -1,4 +1,4 @@
-"""One client's connection: responses as JSON or server-sent events, and detection of a disconnect."""
+"""Responses to one client as JSON or server-sent events, and detection of a disconnect."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from eyas.serve.api_error import ApiError
 
 Result = TypeVar("Result")
 ERROR_SEND_SECONDS = 5.0
-"""Time for an error to reach a client that may not be reading."""
+"""The time for an error to reach a client that may not be reading."""
 JSON_HEADERS = {"content-type": "application/json"}
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -39,13 +39,11 @@ class ResponseWriter:
         """Headers that every response to this request has."""
 
     async def json(self, body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """Send a whole response."""
         payload = _dump(body)
         await self._start(status, JSON_HEADERS | {"content-length": str(len(payload))} | (headers or {}))
         await self._send({"type": "http.response.body", "body": payload})
 
     async def event(self, body: Any) -> None:
-        """Send one event of a stream."""
         async with self._write_lock:
             if not self._streaming:
                 self._streaming = True
@@ -53,7 +51,6 @@ class ResponseWriter:
             await self._chunk(self._event_bytes(body))
 
     async def end(self) -> None:
-        """End a complete stream."""
         if not self._named_events:
             await self._chunk(b"data: [DONE]\n\n")
         await self._send({"type": "http.response.body", "body": b""})

@@ -1,9 +1,8 @@
-"""How many connections there may be, and who loses his when a new one finds no room.
+"""Connection limit and eviction.
 
 The cap keeps the process below its limit of open files: beyond that limit no connection is accepted at all, and the
-listening socket stays readable. At the cap, a connection that waits for its client is closed for the new one: silent
-and slow clients lose their places, those that are being answered keep theirs. A few places above the cap are for
-/health and /metrics alone.
+listening socket stays readable. At the cap, a connection whose client is slow or silent is closed for a new one;
+connections that are being answered are kept. A few places above the cap are for /health and /metrics alone.
 """
 
 import resource
@@ -23,7 +22,7 @@ LEAST_CONNECTIONS = 8
 
 
 class OpenConnection(Protocol):
-    """What the limiter knows about a connection."""
+    """A connection as the limiter sees it."""
 
     address: str
 
@@ -33,10 +32,10 @@ class OpenConnection(Protocol):
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the server waits for the client, by the monotonic clock; None while the client waits."""
+        """The time since which the server waits for the client, by the monotonic clock; None while the client waits."""
 
     def evict(self) -> None:
-        """Close at once."""
+        """Close at once, in favour of another connection."""
 
 
 class ConnectionLimiter:
@@ -54,7 +53,7 @@ class ConnectionLimiter:
         return len(self._open)
 
     def add(self, connection: OpenConnection) -> bool:
-        """Take a place, if need be from a connection that waits for its client. False if there is none."""
+        """Take a place, if necessary by evicting another connection. False if there is none."""
         full = self.open >= self.max_connections and not self._evict_one()
         if full and self.open >= self.max_connections + RESERVED_PLACES:
             return False
@@ -69,7 +68,7 @@ class ConnectionLimiter:
         return connection in self._reserved and self.open > self.max_connections
 
     def remove(self, connection: OpenConnection) -> None:
-        """Give a place back; twice is once."""
+        """Give a place back, if it was not yet."""
         if connection in self._open:
             self._open.remove(connection)
             self._reserved.discard(connection)
@@ -78,20 +77,20 @@ class ConnectionLimiter:
                 del self._per_address[connection.address]
 
     def _evict_one(self) -> bool:
-        """Close the connection that waited longest, of the address that has most; idle ones before slow requests."""
+        """Evict from the address with most connections: idle before in a request, then the longest wait."""
         waiting = [(connection, since) for connection in self._open if (since := connection.waiting_since) is not None]
         if not waiting:
             return False
         victim, _ = max(
             waiting, key=lambda pair: (self._per_address[pair[0].address], not pair[0].in_request, -pair[1])
         )
-        self.remove(victim)  # now, though its socket closes a little later: the next one must not choose it again
+        self.remove(victim)  # at once, so that it is not chosen again before its socket closes
         victim.evict()
         return True
 
 
 def client_network(address: str) -> str:
-    """The address that connections are counted by: of IPv6 the first 64 bits, since one client has all the others."""
+    """The address that connections are counted by: the first 64 bits of IPv6, since one client has all the others."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -104,7 +103,7 @@ def client_network(address: str) -> str:
 
 
 def connection_cap(wanted: int | None) -> int:
-    """The most connections: as wanted, or as the limit of open files allows."""
+    """The connection limit: the one given, or as the limit of open files allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted or DEFAULT_MAX_CONNECTIONS

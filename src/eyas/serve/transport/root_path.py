@@ -1,7 +1,7 @@
-"""Behind a proxy, under a path: `https://example.org/eyas/v1` instead of `https://example.org/v1`.
+"""Support for a proxy that serves under a path: `https://example.org/eyas/v1` instead of `https://example.org/v1`.
 
-A proxy may take the prefix off or leave it on; both work, and everything inside sees paths without it. The page's own
-addresses are relative.
+A proxy may strip the prefix or leave it; both work, and all routes see paths without it. The page's addresses are
+relative.
 """
 
 import re
@@ -13,7 +13,7 @@ from eyas.errors import UserError
 
 
 def read_root_path(text: str) -> str:
-    """`/eyas` of `/eyas`, `eyas` or `/eyas/`; nothing of nothing or `/`."""
+    """`/eyas` for `/eyas`, `eyas` or `/eyas/`; an empty path for `/` or nothing."""
     path = "/" + text.strip("/")
     if path == "/":
         return ""
@@ -23,14 +23,13 @@ def read_root_path(text: str) -> str:
 
 
 class RootPathMiddleware:
-    """Takes the prefix off where the proxy left it on."""
+    """Strips the prefix where the proxy left it."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on under its path inside."""
         path: str = scope.get("path", "")
         if path == self._root_path:
             # Relative addresses of the page need the slash.

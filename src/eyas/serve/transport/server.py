@@ -1,9 +1,10 @@
-"""Listen, serve, and drain on SIGTERM or SIGINT."""
+"""Listens, accepts connections, serves, and drains on SIGTERM or SIGINT."""
 
 import asyncio
 import logging
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
 from math import ceil
 from types import FrameType
@@ -12,16 +13,24 @@ import uvicorn
 
 from eyas.errors import UserError
 from eyas.serve.app import Application
-from eyas.serve.transport.closing_transport import LINGER_SECONDS
 from eyas.serve.transport.connection_limiter import ConnectionLimiter, connection_cap
-from eyas.serve.transport.http_protocol import HttpProtocol, count_refusal, no_place, raw_response
-from eyas.serve.transport.listener import Listener
-from eyas.serve.transport.request_head import MAX_HEAD_BYTES
+from eyas.serve.transport.http_protocol import (
+    LINGER_SECONDS,
+    MAX_HEAD_BYTES,
+    HttpProtocol,
+    count_refusal,
+    no_place,
+    raw_response,
+)
 
 logger = logging.getLogger(__name__)
 BACKLOG = 1024
+ACCEPT_BATCH = 16
+"""Connections per turn of the event loop; others have their turn in between."""
+PAUSE_SECONDS = 1.0
+"""The pause after an error of accept, such as a lack of file descriptors."""
 CLOSE_SECONDS = 10
-"""For errors to reach clients whose answers were cut off by the drain limit."""
+"""The time for errors to reach clients whose answers were cut off by the drain limit."""
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -45,6 +54,54 @@ def url_of(listener: socket.socket, *, tls: bool = False, root_path: str = "") -
     address, port = listener.getsockname()[:2]
     host = f"[{address}]" if ":" in address else address
     return f"{'https' if tls else 'http'}://{host}:{port}{root_path}"
+
+
+class Listener:
+    """A listening socket on the running event loop, in place of an `asyncio.Server`.
+
+    asyncio's own loop accepts as many connections at once as the backlog holds, and when file descriptors run out it
+    schedules one retry per attempt: the process then only writes tracebacks. This one accepts a few per turn of the
+    event loop, and pauses after an error.
+    """
+
+    def __init__(self, listening: socket.socket, on_accept: Callable[[socket.socket, str], None]) -> None:
+        self.sockets: tuple[socket.socket, ...] = (listening,)
+        self._on_accept = on_accept
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        if self._retry is not None:
+            self._retry.cancel()
+        for listening in self.sockets:
+            self._loop.remove_reader(listening)
+            listening.close()
+        self.sockets = ()
+
+    async def wait_closed(self) -> None:
+        """Return at once: connections are waited for elsewhere."""
+
+    def _resume(self) -> None:
+        for listening in self.sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPT_BATCH):
+            try:
+                accepted, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # The socket stays readable, so waiting on it would only repeat the error.
+                self._loop.remove_reader(listening)
+                self._retry = self._loop.call_later(PAUSE_SECONDS, self._resume)
+                logger.error(f"no connection is accepted for {PAUSE_SECONDS:g} s ({error.strerror}); see ulimit -n")
+                return
+            accepted.setblocking(False)
+            self._on_accept(accepted, str(address[0]))
 
 
 class Server(uvicorn.Server):
@@ -71,10 +128,9 @@ class Server(uvicorn.Server):
             )
         )
         self.config.load()
-        self.config.ssl = tls  # the context that was tried, not one that uvicorn would make of the same files
+        self.config.ssl = tls  # the context that was tried, not one that uvicorn would make from the files
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
         self.servers = [Listener(listening, self._accept) for listening in sockets or ()]  # type: ignore[misc]
         self.sampling = asyncio.create_task(self._history.run())
         loop = self._context.learning_loop
@@ -112,7 +168,7 @@ class Server(uvicorn.Server):
         def connected(_: asyncio.Task[None]) -> None:
             if protocol.transport is None:
                 self._limiter.remove(protocol)
-            if not started:  # evicted before its turn came; asyncio closes all others
+            if not started:  # evicted before the task ran; asyncio closes all others
                 accepted.close()
 
         protocol.handshake = loop.create_task(connect())
@@ -124,7 +180,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, wait for answers in flight, and end those beyond the limit with an error."""
+        """Accept nothing more, wait for answers in flight, and end those that exceed the limit with an error."""
         admission, engine_client = self._context.admission, self._context.engine_client
         admission.drain()
         self.sampling.cancel()

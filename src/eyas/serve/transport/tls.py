@@ -7,9 +7,9 @@ from eyas.errors import UserError
 
 
 def tls_context(certfile: Path | None, keyfile: Path | None) -> ssl.SSLContext | None:
-    """A context that serves this certificate, by TLS 1.2 or newer; None without one, which means plain HTTP.
+    """The context that serves a certificate, with TLS 1.2 or newer; None without one, which means plain HTTP.
 
-    A key may lie in the certificate's file. One that is encrypted is refused: nobody is there to type its password.
+    The key may be in the certificate's file. An encrypted one is refused: nobody is there to type its password.
     """
     if certfile is None:
         if keyfile is not None:

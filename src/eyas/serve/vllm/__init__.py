@@ -1,1 +1,1 @@
-"""vLLM as the engine behind eyas' server: its command line, its process, requests to it and answers from it."""
+"""vLLM as the engine of eyas' server: command line, process, requests and answers."""

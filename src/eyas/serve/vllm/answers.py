@@ -1,8 +1,8 @@
-"""vLLM's answers, from events of its stream to what requests get: text, ends and counts are made as for eyas' engine.
+"""Turns events of vLLM's stream into output deltas; text, stops and counts are made as for eyas' own engine.
 
-Token ids come back and nothing else is read of the answer, so the text, what a stop string cuts off and which token
-ended it are the same whichever engine computed the tokens. How drafting went is told with the end, exactly; while a
-stream runs, an event is taken for one step, which it is as long as events are read as fast as they come.
+Only token ids are read from the answer, so text, stop strings and stop tokens are handled alike for both engines. Exact
+counts of speculation come with the end; while a stream runs, each event counts as one step, which is true as long as
+events are read as fast as they come.
 """
 
 import json
@@ -19,12 +19,12 @@ Json = Mapping[str, Any]
 
 
 class AnswerStream:
-    """One answer as it comes."""
+    """One answer as it is streamed."""
 
     def __init__(self, key: int, request: Request, processor: OutputProcessor, max_depth: int) -> None:
         self.stats = SpecDecodeStats()
-        """Counted once the answer has ended."""
-        # vLLM follows the grammar; here it would only be compiled.
+        """The counts, complete once the answer has ended."""
+        # vLLM follows the grammar; here it would be compiled for nothing.
         self._seq = SequenceState(key=key, arrival=key, request=replace(request, grammar=None))
         self._processor, self._max_depth = processor, max_depth
         self._first: OutputDelta | None = None
@@ -33,15 +33,14 @@ class AnswerStream:
 
     @property
     def ended(self) -> OutputDelta | None:
-        """The last output, once it is there. It is to be sent after `count`."""
+        """The last output, once it exists. Send it after `count`."""
         return self._last
 
     def close(self) -> None:
-        """Forget it."""
         self._processor.drop(self._seq.key)
 
     def add(self, choice: Json, prompt_logprobs: Sequence[Json | None] | None = None) -> OutputDelta | None:
-        """What one event tells; None if that is nothing, or if it is the last output, which `ended` has then."""
+        """The outputs of one event; None if there are none, or if it is the last output, which is then in `ended`."""
         if self._last is not None:
             return None
         seq, tokens = self._seq, [int(token) for token in choice.get("token_ids") or ()]
@@ -79,11 +78,11 @@ class AnswerStream:
         return delta
 
     def count(self, event: Json) -> None:
-        """Take what the last event tells: how drafting went, and what the prefix cache had."""
+        """Read the counts of the last event: speculation, and tokens from the prefix cache."""
         usage, stats = event.get("usage") or {}, self.stats
         stats.tokens = self._seq.new_tokens
         if self._first is not None:
-            # Told so late that the first output has been sent; it is read once the answer is complete.
+            # It comes after the first output was sent; it is read once the answer is complete.
             self._first.num_cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         told = (event.get("metrics") or {}).get("speculative_decoding")
         if told:
@@ -94,19 +93,19 @@ class AnswerStream:
             stats.accepted_at = at_least[: len([count for count in at_least if count])]
             drafted, accepted = told.get("per_step_drafted") or (), told.get("per_step_accepted") or ()
             stats.steps = tuple(zip(drafted, accepted, strict=True))
-        # The first token comes of the prompt; a round that the answer ended in may have accepted more than it gave.
+        # The first token comes from the prefill; the last round may have accepted more tokens than the answer has.
         stats.passes = max(stats.drafts + 1, stats.tokens - stats.accepted)
 
 
 def events_of(buffer: bytes) -> tuple[list[Json], bytes]:
-    """The events of a stream that are complete, and the rest of the bytes."""
+    """The complete events of a stream, and the remaining bytes."""
     *whole, rest = buffer.split(b"\n\n")
     data = [part.removeprefix(b"data: ") for part in whole if part.startswith(b"data: ")]
     return [json.loads(part) for part in data if part != b"[DONE]"], rest
 
 
 def _logprobs(entry: Json, asked: int) -> TokenLogprobs:
-    """vLLM lists the chosen token first and cuts the list behind it, so one more is asked for than is told."""
+    """The logprobs of an event. vLLM lists the chosen token first, then cuts the list: one more was requested."""
     ranked = sorted(
         ((int(one["token_id"]), float(one["logprob"])) for one in entry.get("top_logprobs") or ()),
         key=lambda pair: -pair[1],

@@ -1,11 +1,10 @@
-"""vLLM as the server uses it: an `EngineClient` that sends token ids to a vLLM of its own and reads token ids back.
+"""An `EngineClient` that sends token ids to its own vLLM process and reads token ids back.
 
-Why in token ids, and not vLLM's OpenAI routes passed through: templates, parsers, limits, formats and refusals stay one
-implementation, so a client cannot tell which engine answers, and what our API refuses stays refused. It costs one more
-event per step and answer in this process; who needs more than that takes the line of `eyas export vllm-command` and
-runs vLLM alone.
+Token ids instead of a proxy for vLLM's OpenAI routes: templates, parsers, limits, formats and refusals have one
+implementation, so both engines behave alike towards clients. It costs one more event per step and answer in this
+process; `eyas export vllm-command` gives the command line to run vLLM alone.
 
-A request that ends here for whatever reason closes its connection, upon which vLLM drops it.
+A request that ends here for any reason closes its connection, and vLLM then drops it.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 ROUTE = "/inference/v1/generate"
 RETRY_SECONDS = 30
-"""When a client may try again while vLLM starts."""
+"""Retry-After while vLLM starts."""
 TRIAL_TOKENS = 8
 
 
@@ -57,28 +56,25 @@ class VLLMEngineClient:
         start_seconds: float,
         on_cpu: bool = False,
     ) -> None:
-        """`process` serves already; `speculation` is how it drafts, None without a drafter."""
+        """`process` is ready; `speculation` is its setting, None without a drafter."""
         self.target, self.max_depth = target, max_depth
         self.supervisor = VLLMSupervisor(process, start, start_seconds=start_seconds, on_end=self._keep_counts)
         self._model, self._speculation, self._on_cpu = model, speculation, on_cpu
         self._processor = OutputProcessor(target.decoder())
         self._keys = itertools.count()
         self._ended_stats = SpecDecodeStats()
-        """Of processes that have ended, as far as they were seen."""
+        """The counts of ended processes, as of their last snapshot."""
         self._last = EngineSnapshot()
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that stopped vLLM for good, if any."""
         return self.supervisor.failure
 
     @property
     def unavailable(self) -> str | None:
-        """Why nothing is answered just now, if so."""
         return self.supervisor.unavailable
 
     async def generate(self, requests: Sequence[Request], on_output: OnOutput) -> None:
-        """Run all requests to their end; if one fails or the caller is cancelled, vLLM drops them all."""
         if self.failure is None and (why := self.unavailable) is not None:
             raise ApiError(503, f"{why}; try again", code="engine_restarting", retry=RETRY_SECONDS)
         told: dict[str, Any] = {"model": self._model, "served": self._speculation, "on_cpu": self._on_cpu}
@@ -89,7 +85,6 @@ class VLLMEngineClient:
         )
 
     async def snapshot(self) -> EngineSnapshot:
-        """What vLLM's metrics say, or what they said last."""
         process, supervisor = self.supervisor.process, self.supervisor
         try:
             async with (
@@ -113,11 +108,11 @@ class VLLMEngineClient:
         )
 
     async def swap_drafter(self, drafter: Drafter | None, *, only_in_place: bool = False) -> bool:
-        """Refuse: vLLM keeps the drafter that it was started with."""
+        """Refuse: vLLM keeps its drafter."""
         raise ApiError(501, "vLLM keeps the drafter that it was started with; start the server with another one")
 
     async def try_out(self) -> None:
-        """Answer a few tokens, and see that vLLM drafts if it was told to."""
+        """Generate a few tokens, and check that vLLM drafts if it should."""
         prompt = tuple(self.target.tokenizer.encode("One, two, three,"))
         request = Request(prompt=prompt, sampling=Sampling(), max_new_tokens=TRIAL_TOKENS)
         ends: list[SpecDecodeStats] = []
@@ -130,7 +125,6 @@ class VLLMEngineClient:
             raise EngineError("vLLM was started with a drafter and drafted nothing")
 
     def close(self) -> None:
-        """End vLLM; requests in flight end with an error."""
         self.supervisor.close()
 
     def __enter__(self) -> "VLLMEngineClient":
@@ -156,7 +150,7 @@ class VLLMEngineClient:
                         answer.count(event)
                         break
                     if answer.ended is not None and not event["choices"][0].get("finish_reason"):
-                        answer.count({})  # it ended for us and goes on there: nobody waits for more
+                        answer.count({})  # a stop string ended it here, and vLLM would continue
                         break
             if answer.ended is None:
                 raise EngineError("vLLM closed the connection before the answer was complete")
@@ -165,11 +159,11 @@ class VLLMEngineClient:
             answer.close()
 
     async def _events(self, body: Json) -> AsyncGenerator[Json, None]:
-        """The events of a stream; the response as one event where it does not stream."""
+        """The events of a stream; a response without a stream is one event."""
         process = self.supervisor.process
-        # One connection per request, closed with it: that is how vLLM learns that nobody waits any more.
+        # One connection per request, closed with it: vLLM aborts a request when its connection closes.
         connector = aiohttp.TCPConnector(force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None)  # the endpoint has one
+        timeout = aiohttp.ClientTimeout(total=None)  # the endpoint has a timeout
         headers = {"authorization": f"Bearer {process.key}"}
         try:
             async with (
@@ -193,7 +187,7 @@ class VLLMEngineClient:
 
 
 def _refusal(status: int, body: bytes) -> Exception:
-    """vLLM's error: the client's fault in vLLM's own words, everything else the engine's."""
+    """The error for a failed response: a client's mistake with vLLM's message, else an engine error."""
     try:
         error = json.loads(body)
         message = str((error.get("error") or error).get("message"))

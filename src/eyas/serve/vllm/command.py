@@ -1,6 +1,6 @@
-"""The `vllm serve` line: options of `eyas serve` in vLLM's words, and those behind `--` as they are.
+"""Builds the `vllm serve` command line from options of `eyas serve`; options behind `--` are passed unchanged.
 
-What eyas says itself is refused behind `--`: vLLM would take the later of two, and the server in front would not know.
+Options that eyas sets itself are refused behind `--`: vLLM would use the later of two, and the server would not know.
 """
 
 import json
@@ -44,25 +44,25 @@ OWNED: Mapping[str, str] = {
 """Options that are refused behind `--`, and why."""
 SEAM_OPTIONS = (
     "--enable-scale-out",  # tokens in, tokens out: /inference/v1/generate
-    *("--generation-config", "vllm"),  # defaults are eyas' affair
+    *("--generation-config", "vllm"),  # eyas applies the defaults
     *("--max-logprobs", "21"),  # one more than clients may ask for: see answers.py
     *("--structured-outputs-config", '{"backend": "guidance"}'),  # the library that checks grammars in front
     "--enable-prompt-tokens-details",
     "--disable-uvicorn-access-log",
 )
-"""What the server in front needs of vLLM."""
+"""The options of vLLM that the server needs."""
 DRAFTING_OPTIONS = ("--per-request-spec-decode-metrics", "detailed")
-"""The same of one that drafts; another refuses it."""
+"""The options that it needs with a drafter; without one vLLM refuses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What vLLM is told to serve."""
+    """The options that vLLM is started with."""
 
     model: str
     """A folder or a hub id."""
     name: str
-    """What the model is called in requests."""
+    """The model's name in requests."""
     max_model_len: int
     max_num_seqs: int
     revision: str | None = None
@@ -126,13 +126,13 @@ class ServeOptions:
         return [*words, *self.others]
 
     def seam_words(self, port: int) -> list[str]:
-        """The same for the server in front: on loopback, in token ids."""
+        """The options that the server needs: on loopback, with token ids."""
         drafting = DRAFTING_OPTIONS if self.speculative_config is not None else ()
         return [*self.words(), *SEAM_OPTIONS, *drafting, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def require_free(others: Sequence[str]) -> None:
-    """Refuse options that eyas gives itself."""
+    """Refuse options that eyas sets itself."""
     for word in others:
         name = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in OWNED:

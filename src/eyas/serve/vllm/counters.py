@@ -1,4 +1,4 @@
-"""vLLM's page of metrics as the server's snapshot of its engine. Replicas behind one page are added up."""
+"""Reads vLLM's metrics as an engine snapshot; replicas are added up."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
 def read_snapshot(text: str) -> EngineSnapshot:
-    """From Prometheus' text format."""
+    """Read a snapshot from Prometheus' text format."""
     sums: dict[str, float] = defaultdict(float)
     positions: dict[int, float] = defaultdict(float)
     block_size, engines, used = 1, 0, 0.0
@@ -42,7 +42,7 @@ def read_snapshot(text: str) -> EngineSnapshot:
         blocks=int(sums["blocks"]),
         block_size=block_size,
         blocks_used=round(used / max(1, engines) * sums["blocks"]),
-        prefix_lookups=int(sums["prefix_cache_queries_total"]) // block_size,  # vLLM counts their tokens
+        prefix_lookups=int(sums["prefix_cache_queries_total"]) // block_size,  # vLLM counts tokens, not blocks
         prefix_hits=int(sums["prefix_cache_hits_total"]) // block_size,
         stats=SpecDecodeStats(
             passes=max(drafts, tokens - accepted),

@@ -1,4 +1,4 @@
-"""One process of vLLM: started, waited for, ended with all that it started. What it says goes to a file.
+"""Runs one vLLM process: starts it, waits for it, ends it and its child processes. Its output goes to a file.
 
 It runs in a session of its own, so that Ctrl-C is for eyas, and a keeper ends that session if eyas is killed.
 """
@@ -22,18 +22,17 @@ from eyas.serve import keeper
 from eyas.serve.keeper import end_session
 
 STOP_SECONDS = 15.0
-"""For vLLM to end by itself."""
+"""The time for vLLM to end by itself."""
 REPORT_SECONDS = 10.0
 SHOWN_LINES = 12
 MOST_READ = 2**20
-"""Bytes of the log, from its end."""
+"""The bytes of the log that are read, from its end."""
 ERRORS = (r"\bERROR\b.*(Error|Exception)\b.*: ", r"\bValue error, ", r"(?:^|[ .])\w*(?:Error|error): ")
-"""Lines that tell why vLLM ended: of its log, of options that it does not take, of anything else; the first kind counts
-most."""
+"""Lines that say why vLLM ended, the best first: errors in its log, refused options, other errors."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy of the environment is for other machines."""
+"""Ignores proxies of the environment, which are for other machines."""
 
 
 class VLLMEndedError(RuntimeError):
@@ -44,13 +43,13 @@ class VLLMProcess:
     """A running `vllm serve`."""
 
     def __init__(self, python: str, words: Callable[[int], Sequence[str]], log: Path) -> None:
-        """`words` are those of the `vllm serve` line, given its port."""
+        """`words` makes the `vllm serve` command line for a port."""
         port = _free_port()
         self.url, self.key, self.log = f"http://127.0.0.1:{port}", secrets.token_urlsafe(24), log
         self._stopped = False
         program, *arguments = words(port)
         assert program == "vllm"
-        with log.open("ab") as output:  # behind what one before it said, which may be why it ended
+        with log.open("ab") as output:  # keeps the output of the previous process, which may say why it ended
             self._begin = output.tell()
             self._process = subprocess.Popen(
                 [python, "-m", "vllm.entrypoints.cli.main", *arguments],
@@ -69,16 +68,15 @@ class VLLMProcess:
 
     @property
     def pid(self) -> int:
-        """Also its session."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def wait_ready(self, seconds: float, report: Callable[[str], None], stopped: Callable[[], bool]) -> None:
-        """Wait until it serves; `stopped` says that nobody wants it any more."""
+        """Wait until it is ready, or until `stopped` is set."""
         began = last = time.monotonic()
         while not self.is_healthy():
             now = time.monotonic()
@@ -94,11 +92,10 @@ class VLLMProcess:
             time.sleep(0.2)
 
     def is_healthy(self, seconds: float = 5.0) -> bool:
-        """Whether it says so."""
         return self.health(seconds) == 200
 
     def health(self, seconds: float = 5.0) -> int | None:
-        """The status of its /health; None where it does not answer."""
+        """The status of its /health; None if it does not answer."""
         try:
             with _DIRECT.open(f"{self.url}/health", timeout=seconds) as reply:
                 return int(reply.status)
@@ -108,7 +105,7 @@ class VLLMProcess:
             return None
 
     def stop(self) -> None:
-        """End it and all that it started; once is enough."""
+        """End it and its child processes, if that was not done yet."""
         if self._stopped:
             return
         self._stopped = True
@@ -123,18 +120,16 @@ class VLLMProcess:
         self._keeper.wait()
 
     def reason(self) -> str:
-        """The first error that it logged: those behind it are of processes that miss the one that failed."""
+        """The first error that it logged: later ones come from processes that lost the failed one."""
         lines = self._lines()
         found = (line for kind in ERRORS for line in lines if re.search(kind, line))
         line = next(found, lines[-1] if lines else "it said nothing")
         return re.sub(r"^(.*?\bERROR\b.*?\]|\([^)]*\)) ", "", line)[:400]
 
     def last_line(self) -> str:
-        """The newest line of its log."""
         return (self._lines() or ["it said nothing"])[-1]
 
     def tail(self) -> list[str]:
-        """The end of its log."""
         return self._lines()[-SHOWN_LINES:]
 
     def _lines(self) -> list[str]:
@@ -148,7 +143,7 @@ class VLLMProcess:
 
 
 def require_started(process: VLLMProcess, seconds: float, report: Callable[[str], None]) -> None:
-    """Wait for the first start; a failure is the user's to see, with the end of the log."""
+    """Wait for the first start; a failure is shown to the user with the end of the log."""
     try:
         process.wait_ready(seconds, report, lambda: False)
     except VLLMEndedError as error:

@@ -1,6 +1,6 @@
-"""A request in vLLM's words, or the reason why vLLM cannot answer it.
+"""Translates a request for vLLM, or says why vLLM cannot answer it.
 
-Nothing is left out silently. What vLLM would ignore or change without a word is refused here, by the API's name.
+Nothing is left out silently: options that vLLM would ignore or change are refused here, under their API names.
 """
 
 import json
@@ -15,19 +15,19 @@ from eyas.serve.api_error import ApiError
 from eyas.serve.vllm.version import SEAM
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower ones to the first and refuses higher ones than the second."""
+"""vLLM raises lower temperatures to the first and refuses those above the second."""
 UNSEEDED = -1
-"""A seed that vLLM takes for none."""
+"""The seed that vLLM treats as none."""
 
 
 def generate_body(request: Request, *, model: str, served: Speculation | None, on_cpu: bool = False) -> dict[str, Any]:
-    """The body of /inference/v1/generate; `served` is how vLLM was told to draft, None without a drafter."""
+    """The body of /inference/v1/generate; `served` is vLLM's speculation, None without a drafter."""
     require_supported(request, served, on_cpu)
     body: dict[str, Any] = {
         "model": model,
         "token_ids": list(request.prompt),
         "sampling_params": _sampling_params(request),
-        "stream": request.prompt_logprobs is None,  # its streams do not tell them
+        "stream": request.prompt_logprobs is None,  # its streams do not contain them
         "priority": request.priority,
     }
     if body["stream"]:
@@ -45,14 +45,14 @@ def _sampling_params(request: Request) -> dict[str, Any]:
         "max_tokens": request.max_new_tokens,
         "min_tokens": request.min_new_tokens,
         "stop_token_ids": sorted(request.stop_ids),
-        "ignore_eos": True,  # the ends are all among the stop ids
+        "ignore_eos": True,  # all ends are among the stop ids
         "stop": list(request.stop_strings),
         "detokenize": bool(request.stop_strings),
         "skip_special_tokens": request.skip_special_tokens,
     }
     if sampling.temperature:
         params |= {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        # Rows with seeds of their own are drawn one by one in vLLM, so only where the client gave one.
+        # vLLM samples rows with seeds one by one, so only seeds of the client are passed on.
         if request.seeded:
             params["seed"] = request.seed if request.seed != UNSEEDED else 2**63 - 1
     if sampling.bias_pairs:
@@ -69,7 +69,7 @@ def _sampling_params(request: Request) -> dict[str, Any]:
 
 
 def require_supported(request: Request, served: Speculation | None, on_cpu: bool) -> None:
-    """Refuse what vLLM has no way to do."""
+    """Refuse options that vLLM does not support."""
     sampling, wished = request.sampling, request.speculation
     if wished.mode == "off" and served is not None:
         raise _refusal("speculative", "vLLM drafts for all requests alike; leave it out, or serve without a drafter")
@@ -102,7 +102,7 @@ def require_supported(request: Request, served: Speculation | None, on_cpu: bool
 
 
 def _structured_outputs(grammar: Grammar) -> dict[str, Any]:
-    """The grammar's source. vLLM compiles it by the same library, told to write JSON as eyas does."""
+    """The grammar's source. vLLM compiles it with the same library, with eyas' JSON format."""
     if isinstance(grammar, AfterReasoningGrammar):
         raise _refusal("response_format", "vLLM cannot be told where reasoning ends here; serve without a parser of it")
     if not isinstance(grammar, LlGuidanceGrammar):

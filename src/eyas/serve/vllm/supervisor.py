@@ -1,7 +1,7 @@
-"""Watches a process of vLLM on a thread: starts it again when it ends or says that its engine is dead.
+"""Watches a vLLM process on a thread, and restarts it when it ends or reports a dead engine.
 
-A vLLM that keeps dying is not started for ever: after `MOST_FAILURES` in a row, none of which served for
-`STEADY_SECONDS`, there is a failure, and the server says so on /health.
+Restarts are limited: after `MOST_FAILURES` in a row, each within `STEADY_SECONDS` of its start, the supervisor gives
+up, and /health reports the failure.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 HEALTH_SECONDS = 5.0
-"""Between two questions after its health."""
+"""The interval of health checks."""
 STEADY_SECONDS = 60.0
 MOST_FAILURES = 3
 
@@ -34,7 +34,7 @@ class VLLMSupervisor:
         on_end: Callable[[], None] = lambda: None,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """`process` serves already; `start` begins another. `on_end` is told of each end."""
+        """`process` is ready; `start` starts another. `on_end` is called after each end."""
         self.process = process
         self.restarts = 0
         self.failure: BaseException | None = None
@@ -47,7 +47,7 @@ class VLLMSupervisor:
         self._thread.start()
 
     def close(self) -> None:
-        """End vLLM; a second call waits for the first."""
+        """End vLLM. A second call waits for the first."""
         self._closing.set()
         self.unavailable = "the server is shutting down"
         with self._closed:
@@ -57,7 +57,7 @@ class VLLMSupervisor:
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception as error:  # it can neither be watched nor started: nobody else would say so
+        except Exception as error:  # it can neither be watched nor started; without this nothing would report it
             self.failure = error
             self._say(f"vLLM is given up: {type(error).__name__}: {error}")
 
@@ -88,13 +88,13 @@ class VLLMSupervisor:
             self._say("vLLM serves again")
 
     def _wait_end(self) -> str | None:
-        """Why it has to be started again; None if nobody wants it any more."""
+        """Wait for the reason of a restart; None if it was closed."""
         asked = time.monotonic()
         while not self._closing.wait(self._look):
             if (code := self.process.exit_code) is not None:
                 return f"vLLM ended with code {code}"
             if time.monotonic() - asked > HEALTH_SECONDS:
-                # A process that does not answer may be busy; one that says 503 is up and its engine is dead.
+                # A process that does not answer may be busy; one with status 503 is up and its engine is dead.
                 if self.process.health() == 503:
                     return "vLLM's engine is dead"
                 asked = time.monotonic()

@@ -1,19 +1,19 @@
-"""Which vLLM an interpreter has. What eyas and vLLM say to each other differs between its versions: one is spoken."""
+"""Finds and checks an interpreter's version of vLLM. Its internal API changes between versions; one is supported."""
 
 import subprocess
 
 from eyas.errors import UserError
 
 SEAM = "0.32"
-"""The version whose `/inference/v1/generate`, metrics and options `serve/vllm` was written for and tried with."""
+"""The supported version: `serve/vllm` was tested with its `/inference/v1/generate`, metrics and options."""
 
 CPU_BUILD = "+cpu"
-"""In the version of a build for processors."""
+"""The suffix of a version built for CPUs."""
 
 
 def installed(python: str) -> str:
-    """The version of vLLM that an interpreter has; one without it is refused."""
-    # From its metadata: to import it takes half a minute.
+    """The version of vLLM in an interpreter, or an error if it has none."""
+    # From its metadata, since importing it takes half a minute.
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -26,7 +26,7 @@ def installed(python: str) -> str:
 
 
 def require_version(python: str | None) -> tuple[str, str]:
-    """The interpreter and its version of vLLM, if it is one that eyas speaks with."""
+    """The interpreter and its version of vLLM, if eyas supports that version."""
     if python is None:
         raise UserError(
             "--engine vllm needs --vllm-python, an interpreter that has vLLM: its pins and those of eyas conflict, so "

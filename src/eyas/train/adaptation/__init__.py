@@ -1,1 +1,1 @@
-"""A drafter that exists, trained on to the traffic it meets: the recipe, the judgement, the story."""
+"""Further training of an existing drafter on the traffic it serves: the recipe and the judgement."""

@@ -1,8 +1,8 @@
-"""The recipe of an adaptation: an ordinary one, so that whoever wants it otherwise changes it and runs `eyas train`.
+"""Recipe of an adaptation, and checks that there are enough conversations to adapt to and to judge by.
 
-What is particular: it starts from a drafter and keeps that drafter's shape, holds out the newest conversations, is
-bounded in passes and in time, and stays near its start (`train.anchor`) and, where there are other conversations,
-mixes them in (`data.replay`).
+It is an ordinary recipe, which can be printed, changed and run with `eyas train`. It starts from a drafter and keeps
+that drafter's shape, holds out the newest conversations, is bounded in passes and in time, stays near its start
+(`train.anchor`) and mixes in other conversations if there are any (`data.replay`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,49 +12,46 @@ from typing import Any
 from eyas.data.bad_records import BadRecords
 from eyas.drafter.config import DrafterConfig
 from eyas.errors import UserError
-from eyas.train.adaptation.enough import LEAST_HELD_OUT, require_answers, require_judgement
 from eyas.train.recipe import Recipe
-from eyas.train.recipe_file import read_recipe
-from eyas.train.toml import apply_override, parse_override
+from eyas.train.recipe_file import apply_override, parse_override, read_recipe
+from eyas.train.run_data import RunData
 
-LR = 1e-4
-"""Of 1e-4, 3e-4 and 1e-3 the one that forgets nothing and gains nearly as much (docs/training.md)."""
-ANCHOR = 0.01
-EPOCHS = 4.0
-MINUTES = 3.0
-DEVICE_SHARE = 1.0
 DEPTHS = 7
-REPLAY_SHARE = 0.25
-HELD_OUT_SHARE = 0.1
 LEAST_ON_CPU = 512
-"""Tokens of a pack on a CPU, where a pack is a step and takes a second for some tens of tokens."""
+"""Minimum tokens of a pack on a CPU, where a step is one pack and takes a second per few dozen tokens."""
 PACK_ELSEWHERE = 8192
 LONGEST_ON_CPU, LONGEST_ELSEWHERE = 2048, 4096
 CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
+LEAST_HELD_OUT = 16
+"""Minimum of held-out conversations; fewer would give a wide interval."""
+LEAST_ANSWERED = 2 * LEAST_HELD_OUT
+LEAST_REPLAYED = 2
+"""Minimum of replayed conversations: one to mix in and one to judge on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationSettings:
-    """What an adaptation is told."""
+    """Settings of an adaptation."""
 
     drafter: str
-    """The one to start from."""
+    """Drafter to start from."""
     answers: Sequence[str]
     """Files of conversations, oldest first."""
     replay: Sequence[str] = ()
-    replay_share: float = REPLAY_SHARE
-    held_out_share: float = HELD_OUT_SHARE
-    lr: float = LR
-    anchor: float = ANCHOR
-    epochs: float = EPOCHS
-    minutes: float = MINUTES
-    device_share: float = DEVICE_SHARE
-    """Of the device's time; where it is not all, one process encodes conversations and not one for each core."""
+    replay_share: float = 0.25
+    held_out_share: float = 0.1
+    lr: float = 1e-4
+    """Of 1e-4, 3e-4 and 1e-3 the rate that forgets nothing and gains nearly as much (docs/training.md)."""
+    anchor: float = 0.01
+    epochs: float = 4.0
+    minutes: float = 3.0
+    device_share: float = 1.0
+    """Share of the device's time; below 1, one process encodes conversations instead of one per core."""
     target: Mapping[str, Any] = field(default_factory=dict)
-    """[target] of the recipe."""
+    """Table [target] of the recipe."""
     folder: str
     overrides: Sequence[str] = ()
-    """`table.key=value` over all of it."""
+    """Overrides of the recipe, `table.key=value`."""
 
 
 def adaptation_recipe(
@@ -69,11 +66,10 @@ def adaptation_recipe(
     on_cpu: bool,
     longest: int | None = None,
 ) -> Recipe:
-    """The recipe for a drafter of this config, a target of this context, and so many conversations.
+    """Recipe for a drafter with this config, a target with this context, and `answered` conversations.
 
-    `bad` and `bad_replay` are records that cannot be read, which are refused where the recipe says that they are too
-    many. `longest` has as many tokens as any conversation, if that is known: on a CPU, packs are then no longer than
-    need be.
+    `bad` and `bad_replay` are records that cannot be read; more than the recipe allows are refused. `longest` is the
+    number of tokens of the longest conversation, if known, and bounds the packs on a CPU.
     """
     most = min(LONGEST_ON_CPU if on_cpu else LONGEST_ELSEWHERE, context or LONGEST_ELSEWHERE)
     if on_cpu and longest is not None:
@@ -93,7 +89,7 @@ def adaptation_recipe(
         },
         "drafter": {
             "init_from": settings.drafter,
-            # Flags that the drafter has not would turn it into another one.
+            # Other flags would turn the drafter into another one.
             "fc_norm": config.fc_norm,
             "norm_output": config.norm_output,
             "norm_before_residual": config.norm_before_residual,
@@ -127,3 +123,61 @@ def adaptation_recipe(
     require_answers(settings.answers, answered=answered, unanswered=unanswered, bad=bad)
     require_judgement(recipe)
     return recipe
+
+
+def require_answers(files: Sequence[str], *, answered: int, unanswered: int, bad: BadRecords) -> None:
+    """Refuse too few conversations with an answer; the message says what else the files hold."""
+    if answered >= LEAST_ANSWERED:
+        return
+    others = [f"{count:,} {what}" for count, what in ((unanswered, "without an answer"), (len(bad), "bad")) if count]
+    why = f": {'; '.join(bad.lines())}" if bad else ""
+    beside = f" (beside {' and '.join(others)}{why})" if others else ""
+    raise UserError(
+        f"there are {answered} conversations in {', '.join(files)}{beside}, and to adapt to them and to judge that "
+        f"takes {LEAST_ANSWERED} at least, better a thousand; collect more"
+    )
+
+
+def require_judgement(recipe: Recipe) -> None:
+    """Refuse a recipe that holds out nothing of the traffic, or nothing of the replayed conversations."""
+    data = recipe.data
+    if data.held_out is None and not data.held_out_share:
+        raise UserError(
+            "data.held_out_share is 0 and there is no data.held_out, so nothing is left to judge by; leave "
+            "--set data.held_out_share out, or name a file by --set data.held_out=FILE"
+        )
+    if data.replay and not data.replay_share:
+        raise UserError(
+            "--replay-share is 0, so nothing of --replay is mixed in or judged on; give a share above 0, or leave "
+            "--replay out"
+        )
+    if data.replay and not data.held_out_share:
+        raise UserError(
+            "data.held_out_share is 0, so nothing of --replay is left to judge by; leave --set "
+            "data.held_out_share out, or leave --replay out"
+        )
+
+
+def require_held_out(recipe: Recipe, data: RunData) -> None:
+    """Refuse too few held-out conversations, after those that do not fit were dropped."""
+    settings, record = recipe.data, data.record
+    held_out = 0 if data.held_out is None else data.held_out.conversations
+    # The size of a file that is named for judging is the user's choice.
+    if settings.held_out is None and held_out < LEAST_HELD_OUT:
+        raise UserError(
+            f"{record['kept']:,} conversations fit data.max_length {settings.max_length} ({_dropped(record)}), and to "
+            f"adapt to them and to judge that takes {LEAST_ANSWERED} at least; --set a higher data.max_length, or "
+            "collect more"
+        )
+    if settings.replay and data.replay_held_out is None:
+        replay = record["replay"]
+        raise UserError(
+            f"{replay['kept']:,} conversations of --replay fit data.max_length {settings.max_length}, and to mix some "
+            f"in and judge on others takes {LEAST_REPLAYED} at least ({_dropped(replay)}); give more, --set a higher "
+            "data.max_length, or leave --replay out"
+        )
+
+
+def _dropped(record: Mapping[str, Any]) -> str:
+    too_long, unanswered, bad = record["too_long"], record["unanswered"], record["bad"]["records"]
+    return f"{too_long:,} are too long, {unanswered:,} unanswered, {bad:,} bad"

@@ -1,1 +1,1 @@
-"""Conversations as rows of ids and masks, laid out in packs: what training reads, and what `data check` tells of it."""
+"""Conversations as token ids and masks, laid out in packs."""

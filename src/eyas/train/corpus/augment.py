@@ -1,9 +1,9 @@
-"""Other renderings of some conversations, so that the drafter does not lean on one template and one system prompt.
+"""Other renderings of some conversations, so that the drafter does not depend on one template and one system prompt.
 
-Servers see prompts without the system prompt of the training data, without a BOS, without any template; a drafter that
-knew only one opening may draft badly behind another. A share of the conversations is therefore rendered otherwise.
-Invariants: what is done to a conversation follows from the seed and its number alone, and a rendering that cannot be
-made soundly with the tokenizer at hand is not made: the conversation stays as it was and is counted as such.
+Servers see prompts without the system prompt of the training data, without a BOS token, or without a template. A
+drafter that knows only one opening may draft badly after another, so a share of the conversations is rendered in
+another way. Invariants: what is done to a conversation follows from the seed and its index alone. A rendering that
+cannot be made correctly with this tokenizer is not made: the conversation stays as it was and is counted as such.
 """
 
 from __future__ import annotations
@@ -42,117 +42,91 @@ _PROBE = "A probe stands here."
 
 
 class Augmenter:
-    """Renders conversations as an `Augmentation` asks."""
+    """Renders conversations according to an `Augmentation`."""
 
     def __init__(
         self, encoder: ChatEncoder, tokenizer: PreTrainedTokenizerBase, augmentation: Augmentation, seed: int
     ) -> None:
-        self._encoder = encoder
-        self._tokenizer = tokenizer
-        self._augmentation = augmentation
-        self._seed = seed
-        self._opening = find_opening(tokenizer)
+        self._encoder, self._tokenizer = encoder, tokenizer
+        self._augmentation, self._seed = augmentation, seed
+        self._opening = find_opening(tokenizer) if augmentation.wanted else None
 
-    def encoder_for(self, index: int) -> AugmentedEncoder:
-        """How conversation `index` is rendered."""
-        chance = random.Random(f"{self._seed}:{index}")  # a string seeds alike in every process and on every machine
-        kind = self._augmentation.kind(chance)
-        return AugmentedEncoder(kind, chance.choice(SYSTEM_PROMPTS), self._encoder, self._tokenizer, self._opening)
-
-
-class AugmentedEncoder:
-    """An encoder for one conversation, whole or shortened."""
-
-    def __init__(
-        self,
-        kind: str | None,
-        system_prompt: str,
-        encoder: ChatEncoder,
-        tokenizer: PreTrainedTokenizerBase,
-        opening: Opening,
-    ) -> None:
-        self.applied: str | None = None
-        """What was done: the kind, the kind and that it was impossible, or None where nothing was asked."""
-        self._kind = kind
-        self._system_prompt = system_prompt
-        self._encoder = encoder
-        self._tokenizer = tokenizer
-        self._opening = opening
-
-    def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
-        """The rows in the chosen rendering, or in the template's own where that cannot be made."""
+    def encode(self, conversation: Conversation, index: int) -> tuple[tuple[Encoded, ...], str | None]:
+        """Rows of conversation `index`, and what was applied: its kind, with " impossible" after it if it failed."""
+        if self._opening is None:
+            return self._encoder.encode(conversation), None
+        chance = random.Random(f"{self._seed}:{index}")  # a string seeds the same in every process and on every machine
+        kind, system_prompt = self._augmentation.kind(chance), chance.choice(SYSTEM_PROMPTS)
         made: tuple[Encoded, ...] | None
-        match self._kind:
+        match kind:
             case None:
-                return self._encoder.encode(conversation)
+                return self._encoder.encode(conversation), None
             case _ if conversation.samples:
-                made = None  # these tokens were said behind that prompt, and behind no other
+                made = None  # sampled tokens belong to their own prompt
             case "no_system":
-                made = self._without_system(conversation)
+                made = self._without_system(conversation, self._opening)
             case "no_bos":
-                made = self._without_bos(conversation)
+                made = self._without_bos(conversation, self._opening)
             case "varied_system":
-                made = self._with_another_system(conversation)
+                made = self._with_another_system(conversation, self._opening, system_prompt)
             case _:
                 made = (encode_bare(conversation, self._tokenizer),)
-        self.applied = self._kind if made is not None else f"{self._kind} impossible"
-        return self._encoder.encode(conversation) if made is None else made
+        return (self._encoder.encode(conversation), f"{kind} impossible") if made is None else (made, kind)
 
-    def _without_system(self, conversation: Conversation) -> tuple[Encoded, ...] | None:
+    def _without_system(self, conversation: Conversation, opening: Opening) -> tuple[Encoded, ...] | None:
         spoken = _without_leading_system(conversation.messages)
-        if not spoken or self._opening.system_ids is None:
+        if not spoken or opening.system_ids is None:
             return None
         rows = self._encoder.encode(replace(conversation, messages=spoken))
-        bos = len(self._opening.bos_ids)
-        return _without_ids(rows, bos, self._opening.bos_ids + self._opening.system_ids)
+        return _without_ids(rows, len(opening.bos_ids), opening.bos_ids + opening.system_ids)
 
-    def _without_bos(self, conversation: Conversation) -> tuple[Encoded, ...] | None:
-        if not self._opening.bos_ids:
-            return None
-        return _without_ids(self._encoder.encode(conversation), 0, self._opening.bos_ids)
+    def _without_bos(self, conversation: Conversation, opening: Opening) -> tuple[Encoded, ...] | None:
+        return _without_ids(self._encoder.encode(conversation), 0, opening.bos_ids) if opening.bos_ids else None
 
-    def _with_another_system(self, conversation: Conversation) -> tuple[Encoded, ...] | None:
-        if not self._opening.takes_system:
+    def _with_another_system(
+        self, conversation: Conversation, opening: Opening, prompt: str
+    ) -> tuple[Encoded, ...] | None:
+        if not opening.takes_system:
             return None
-        system: Message = {"role": "system", "content": self._system_prompt}
+        system: Message = {"role": "system", "content": prompt}
         messages = (system, *_without_leading_system(conversation.messages))
         return self._encoder.encode(replace(conversation, messages=messages))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a template puts before the first turn that was really said."""
+    """Tokens that a template puts before the first turn of a conversation."""
 
     bos_ids: tuple[int, ...]
-    """The token that begins every text, if there is one that does nothing else."""
+    """The BOS token, if there is one that has no other use."""
     system_ids: tuple[int, ...] | None
-    """The system turn that the template adds of its own, often none; None when it cannot be told from the rest."""
+    """System turn that the template adds by itself, often empty; None: cannot be separated from the rest."""
     takes_system: bool
     """Whether the template has a place for a system prompt."""
 
 
 def find_opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
-    """Compare renderings of a few short conversations to learn how a template opens."""
+    """Find how a template opens by comparing renderings of a few short conversations."""
     user = _said("user", "Hello there.")
     alone = _rendered(tokenizer, [user])
     told = _rendered(tokenizer, [_said("system", _PROBE), user])
     takes_system = told is not None and told.count(_PROBE) == 1
     unknown = Opening(bos_ids=(), system_ids=None, takes_system=takes_system)
     bos = tokenizer.bos_token or ""
-    # A user's turn without anything before it is what the template adds for the second one.
+    # The template adds a user's turn alone when it comes second.
     past = [user, _said("assistant", "Good day.")]
     before, behind = _rendered(tokenizer, past), _rendered(tokenizer, [*past, user])
     if alone is None or before is None or behind is None:
         return unknown
     if behind.startswith(before):
         turn = behind[len(before) :]
-    else:  # it rewrites earlier turns; what stands behind a system prompt is a turn alone as well
+    else:  # it rewrites earlier turns; after a system prompt a turn is alone as well
         turns = (alone, alone.removeprefix(bos))
         turn = next((one for one in turns if told is not None and takes_system and told.endswith(one)), "")
     if not turn or not alone.endswith(turn):
         return unknown
     prefix = alone.removesuffix(turn)
-    # Some tokenizers call the token that opens every turn their BOS; taking that away would break the turn.
+    # Some tokenizers name the token that opens every turn as BOS; removing it would break the turn.
     separate = bool(bos) and prefix.startswith(bos) and not turn.startswith(bos)
     bos = bos if separate else ""
     system = prefix.removeprefix(bos)
@@ -165,7 +139,7 @@ def find_opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
 
 
 def encode_bare(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    """The contents as lines of bare text, special tokens as the tokenizer adds them; answers are masked."""
+    """Encode the contents as lines of bare text, with the tokenizer's special tokens; answers are trained on."""
     from eyas.data.chat_encoder import Encoded
 
     text, spans = "", []
@@ -182,19 +156,18 @@ def encode_bare(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _is_system_turn(prefix: str, told_prefix: str) -> bool:
-    """Whether what the template adds of its own is built like a system turn that was asked for."""
+    """Whether the text that the template adds by itself looks like an explicit system turn."""
     head, found, tail = told_prefix.partition(_PROBE)
     return bool(found) and len(prefix) >= len(head) + len(tail) and prefix.startswith(head) and prefix.endswith(tail)
 
 
 def _without_leading_system(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages without the system turns they begin with."""
     first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return tuple(messages[first:])
 
 
 def _without_ids(rows: Sequence[Encoded], start: int, opening: tuple[int, ...]) -> tuple[Encoded, ...] | None:
-    """Rows without their opening from `start` on; None unless all of them begin with it."""
+    """Rows without their opening from index `start` on; None unless all of them begin with it."""
     end = len(opening)
     if any(row.ids[:end] != opening or any(row.mask[:end]) for row in rows):
         return None
@@ -208,7 +181,7 @@ def _said(role: str, content: str) -> Message:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str | None:
-    """The text of some messages; None when the template refuses them."""
+    """Rendered text of some messages; None if the template refuses them."""
     from eyas.target.chat_template import TEMPLATE_ERRORS
 
     try:

@@ -1,9 +1,9 @@
-"""What training would make of a corpus: read, encoded and cut by the very code that trains, then looked at."""
+"""Check of a corpus: conversations are read, encoded and cut by the code that trains, then counted."""
 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,71 +19,38 @@ from eyas.train.corpus.encoding import EncodingProgress, EncodingSettings, encod
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 COVERAGES = (0.95, 0.98, 0.99, 0.995, 1.0)
 SIZES = (1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000)
-"""Of draft vocabularies, for the curve of what they cover."""
+"""Draft vocabulary sizes for the coverage curve."""
 BINS = 40
 EXAMPLES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationTrace:
-    """What is remembered of a conversation."""
+    """Digests of a conversation and of its first prompt, its author, and evaluation prompts that it contains."""
 
-    where: str
     text: bytes
-    """Digest of all that is said."""
     prompt: bytes | None
-    """Digest of what is asked first, if anything is."""
     author: str | None
-    overlaps: dict[int, Overlap]
+    where: str
+    overlaps: dict[int, Overlap] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracer:
-    """Looks at conversations where they are encoded."""
+    """Traces conversations in the processes that encode them."""
 
     prompts: PromptIndex | None
 
     def __call__(self, conversation: Conversation) -> ConversationTrace:
         said = "\n".join(normalise(str(message["content"])) for message in conversation.messages)
+        overlaps = None if self.prompts is None else self.prompts.find(conversation)
         return ConversationTrace(
-            where=conversation.where,
             text=_digest(said),
             prompt=_digest(normalise(asked)) if (asked := first_prompt(conversation)) else None,
             author=conversation.author,
-            overlaps={} if self.prompts is None else self.prompts.find(conversation),
+            where=conversation.where if overlaps else "",
+            overlaps=overlaps or None,
         )
-
-
-@dataclass(kw_only=True)
-class CorpusTraces:
-    """What the conversations come to, one after the other."""
-
-    authors: Counter[str] = field(default_factory=Counter)
-    repeated: int = 0
-    """Conversations of which the same text was there before."""
-    repeated_prompts: int = 0
-    """Conversations whose first question was asked before, repeated ones included."""
-    overlapping: Counter[Overlap] = field(default_factory=Counter)
-    """Conversations that hold an evaluation prompt, by the strongest overlap."""
-    by_prompt: dict[int, tuple[Overlap, str]] = field(default_factory=dict)
-    """The strongest overlap of each evaluation prompt, and the first conversation that has it."""
-    _texts: set[bytes] = field(default_factory=set)
-    _prompts: set[bytes] = field(default_factory=set)
-
-    def add(self, trace: ConversationTrace) -> None:
-        """Count one more."""
-        self.authors[trace.author or ""] += 1
-        self.repeated += trace.text in self._texts
-        self.repeated_prompts += trace.prompt in self._prompts
-        self._texts.add(trace.text)
-        if trace.prompt is not None:
-            self._prompts.add(trace.prompt)
-        order = list(Overlap)
-        if trace.overlaps:
-            self.overlapping[min(trace.overlaps.values(), key=order.index)] += 1
-        for number, overlap in trace.overlaps.items():
-            if number not in self.by_prompt or order.index(overlap) < order.index(self.by_prompt[number][0]):
-                self.by_prompt[number] = (overlap, trace.where)
 
 
 def check_corpus(
@@ -95,13 +62,13 @@ def check_corpus(
     workers: int = 0,
     on_progress: Callable[[EncodingProgress], None] | None = None,
 ) -> dict[str, Any]:
-    """Read a whole corpus and record what training would make of it, as JSON values.
+    """Read a whole corpus and describe what training would make of it, as JSON values.
 
-    `evaluation` are prompts that should not be in it.
+    `evaluation` are files of prompts that should not be in it.
     """
     asked = [(file, list(read_conversations(file))) for file in evaluation]
     prompts = PromptIndex([conversation for _, own in asked for conversation in own]) if asked else None
-    traces = CorpusTraces()
+    traces = list[ConversationTrace]()
     corpus, counts = encode_corpus(
         files,
         settings,
@@ -109,13 +76,14 @@ def check_corpus(
         max_bad_share=None,
         on_progress=on_progress,
         inspect=Tracer(prompts=prompts),
-        on_found=traces.add,
+        on_found=traces.append,
     )
     try:
         require_usable(counts, settings.max_length, max_bad_share)
         refusal = None
     except UserError as error:
         refusal = str(error)
+    first_prompts = [trace.prompt for trace in traces if trace.prompt is not None]
     return {
         "files": [str(file) for file in files],
         **settings.as_json(),
@@ -127,14 +95,17 @@ def check_corpus(
         "trained_on": corpus.trainable,
         "lengths": _lengths(corpus),
         "vocabulary": _vocabulary(corpus),
-        "duplicates": {"conversations": traces.repeated, "first_prompts": traces.repeated_prompts},
-        "authors": dict(traces.authors.most_common()),
+        "duplicates": {
+            "conversations": len(traces) - len({trace.text for trace in traces}),
+            "first_prompts": len(first_prompts) - len(set(first_prompts)),
+        },
+        "authors": dict(Counter(trace.author or "" for trace in traces).most_common()),
         "overlap": _overlap(asked, traces, prompts),
     }
 
 
 def _lengths(corpus: Corpus) -> dict[str, Any]:
-    """Tokens of rows, and how many of them are trained on, by quantile; a histogram of the former."""
+    """Quantiles of the tokens of rows and of those trained on, and a histogram of the former."""
     if not len(corpus):
         return {"tokens": {}, "trained_on": {}, "histogram": {"edges": [], "rows": []}}
     trained = np.add.reduceat(corpus.mask, corpus.offsets[:-1], dtype=np.int64)
@@ -151,7 +122,7 @@ def _lengths(corpus: Corpus) -> dict[str, Any]:
 
 
 def _vocabulary(corpus: Corpus) -> dict[str, Any]:
-    """How many of the most frequent tokens cover what is trained on."""
+    """Coverage of the trained-on tokens by the most frequent ones."""
     counts = np.sort(np.bincount(corpus.ids[corpus.mask]))[::-1] if corpus.trainable else np.zeros(0, dtype=np.int64)
     counts = counts[counts > 0]
     covered = np.cumsum(counts)
@@ -167,30 +138,33 @@ def _vocabulary(corpus: Corpus) -> dict[str, Any]:
 
 
 def _overlap(
-    asked: Sequence[tuple[Path, list[Conversation]]], traces: CorpusTraces, prompts: PromptIndex | None
+    asked: Sequence[tuple[Path, list[Conversation]]], traces: Sequence[ConversationTrace], prompts: PromptIndex | None
 ) -> dict[str, Any] | None:
+    """Evaluation prompts found in the corpus, by file, and conversations that contain one, by the strongest overlap."""
     if prompts is None:
         return None
+    strength = list(Overlap).index
+    conversations: Counter[Overlap] = Counter()
+    by_prompt: dict[int, tuple[Overlap, str]] = {}
+    for trace in traces:
+        if trace.overlaps:
+            conversations[min(trace.overlaps.values(), key=strength)] += 1
+            for number, overlap in trace.overlaps.items():
+                if number not in by_prompt or strength(overlap) < strength(by_prompt[number][0]):
+                    by_prompt[number] = (overlap, trace.where)
     by_file, first = [], 0
     for file, own in asked:
-        found = {n: traces.by_prompt[n] for n in range(first, first + len(own)) if n in traces.by_prompt}
+        found = {n: by_prompt[n] for n in range(first, first + len(own)) if n in by_prompt}
         first += len(own)
         grades = Counter(overlap for overlap, _ in found.values())
         examples = [
             {"prompt": prompts.where[number], "conversation": where, "overlap": overlap.value}
-            for overlap_kind in (Overlap.exact, Overlap.near)
-            for number, (overlap, where) in found.items()
-            if overlap is overlap_kind
+            for number, (overlap, where) in sorted(found.items(), key=lambda item: strength(item[1][0]))
+            if overlap in (Overlap.exact, Overlap.near)
         ]
-        by_file.append(
-            {
-                "file": str(file),
-                "prompts": len(own),
-                **{grade.value: grades[grade] for grade in Overlap},
-                "examples": examples[:EXAMPLES],
-            }
-        )
-    return {"files": by_file, "conversations": {grade.value: traces.overlapping[grade] for grade in Overlap}}
+        counted = {grade.value: grades[grade] for grade in Overlap}
+        by_file.append({"file": str(file), "prompts": len(own), **counted, "examples": examples[:EXAMPLES]})
+    return {"files": by_file, "conversations": {grade.value: conversations[grade] for grade in Overlap}}
 
 
 def _digest(text: str) -> bytes:

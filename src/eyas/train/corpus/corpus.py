@@ -1,12 +1,13 @@
-"""All documents in memory, compactly, and the order in which training meets them.
+"""All documents in memory, and the order in which training meets them.
 
-Five bytes a token: a hundred million tokens are half a gigabyte, so nothing of the data needs a file of its own.
-`encoding.py` makes it from files.
+Five bytes a token: a hundred million tokens take half a gigabyte, so they stay in memory. `encoding.py` makes a corpus
+from files. Padding is wasted work, so several documents share a pack, and attention does not cross their borders.
 Invariant: the packs of an epoch follow from the corpus, the seed and the epoch alone, so that a resumed run sees what
 an uninterrupted one would have seen.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,11 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eyas.errors import UserError
-from eyas.train.corpus.packing import pack
 from eyas.train.recipe import MIN_JOIN_LENGTH
 
 Pack = tuple[tuple[int, ...], ...]
-"""Documents side by side, each a run of corpus documents: one, or several that are joined and see each other."""
+"""Documents of a pack, each a run of corpus documents: one, or several that are joined and see each other."""
+OPEN_PACKS = 64
+"""Packs filled at the same time. More waste less padding and mix documents from further apart."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,10 +30,10 @@ class Corpus:
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
-    """Where each document begins, and where the last one ends."""
+    """First token of each document, and the end of the last one."""
     conversation: NDArray[np.int64] | None = None
-    """Which conversation each document is of: a template that rewrites turns makes several documents of one. None: each
-    document is a conversation of its own."""
+    """Conversation of each document, since a template that rewrites turns makes several documents of one conversation.
+    None: each document is a conversation of its own."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.mask.shape == (self.offsets[-1],)
@@ -43,7 +45,7 @@ class Corpus:
     def build(
         cls, ids: ArrayLike, mask: ArrayLike, lengths: ArrayLike, conversation: ArrayLike | None = None
     ) -> "Corpus":
-        """From documents end to end, and how many tokens each has."""
+        """Corpus of documents end to end, with these numbers of tokens."""
         return cls(
             ids=np.asarray(ids, dtype=np.int32),
             mask=np.asarray(mask, dtype=np.bool_),
@@ -56,41 +58,35 @@ class Corpus:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document."""
         return np.diff(self.offsets)
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Place of every token within its document."""
         return np.arange(self.tokens) - np.repeat(self.offsets[:-1], self.lengths)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
         return len(self.ids)
 
     @property
     def owners(self) -> NDArray[np.int64]:
-        """The conversation of each document."""
         return np.arange(len(self)) if self.conversation is None else self.conversation
 
     @property
     def conversations(self) -> int:
-        """Conversations that the documents are of."""
         return len(np.unique(self.owners))
 
     @property
     def trainable(self) -> int:
-        """Tokens that count."""
+        """Number of tokens that are trained on."""
         return int(self.mask.sum())
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
         return int(self.lengths.max(initial=0))
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> "Corpus":
-        """A corpus of these documents, in this order."""
+        """Corpus of these documents, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[chosen]
         places = _runs(self.offsets[chosen], lengths)
@@ -99,7 +95,7 @@ class Corpus:
 
 
 def concatenate(corpora: Sequence[Corpus]) -> Corpus:
-    """Corpora one behind the other; conversations of two of them are never the same."""
+    """Concatenate corpora; conversations of different corpora stay different."""
     first, conversations = 0, []
     for corpus in corpora:
         own = corpus.owners
@@ -114,10 +110,10 @@ def concatenate(corpora: Sequence[Corpus]) -> Corpus:
 
 
 def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False, least: int = 0) -> tuple[Corpus, Corpus]:
-    """Set a random share of the conversations aside, or the last ones: what remains for training, and what is held out.
+    """Split off a share of the conversations, random ones or the newest: returns training and held-out corpus.
 
-    At least so many are, or half of all where these are too few. All documents of a conversation stay on one side: they
-    repeat each other's text.
+    At least `least` are held out, or half of all if there are too few. All documents of a conversation stay on one
+    side, since they repeat each other's text.
     """
     if not 0 < share < 1:
         raise UserError(f"the held-out share {share} is not between 0 and 1; set data.held_out_share to 0.01, say")
@@ -137,13 +133,13 @@ def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False, leas
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Documents of a corpus that are only mixed in: those from `first` on, for `share` of an epoch's tokens."""
+    """Documents of a corpus that are only mixed in: those from `first` on, as `share` of an epoch's tokens."""
 
     first: int
     share: float
 
     def documents(self, corpus: Corpus, chance: np.random.Generator) -> NDArray[np.int64]:
-        """All documents before `first`, and as many behind it, drawn anew, as make up the share; over again if few."""
+        """All documents before `first`, and drawn ones after it that make up the share, repeated if there are few."""
         tokens = self.share / (1 - self.share) * int(corpus.offsets[self.first])
         lengths, drawn, used = corpus.lengths, list[int](), 0
         while used < tokens:
@@ -165,10 +161,10 @@ def packs(
     join_length: int = 0,
     replay: Replay | None = None,
 ) -> list[Pack]:
-    """Every document once, in packs of at most `length` tokens, in an order of the epoch's own; of `replay` some.
+    """Packs of an epoch, of at most `length` tokens, in an order of its own: every document once, and some of `replay`.
 
-    Documents that make up `join_share` of the tokens are joined into long ones, up to `join_length` tokens: a drafter
-    that never saw long contexts drafts badly in them. How long each becomes is drawn evenly from `MIN_JOIN_LENGTH` up.
+    Documents that make up `join_share` of the tokens are joined into long ones, up to `join_length` tokens, because a
+    drafter that never saw long contexts drafts badly in them. Lengths are drawn uniformly from `MIN_JOIN_LENGTH` up.
     """
     chance = np.random.default_rng([seed, epoch])
     order = chance.permutation(len(corpus) if replay is None else replay.documents(corpus, chance)).tolist()
@@ -190,20 +186,48 @@ def packs(
     return [tuple(documents[place] for place in packed[number]) for number in chance.permutation(len(packed)).tolist()]
 
 
+def pack(sizes: Iterable[int], *, length: int) -> Iterator[tuple[int, ...]]:
+    """Put each document into the open pack where it leaves least room; deterministic, one pass.
+
+    Yields packs of indices into `sizes`.
+    """
+    if length < 3:
+        raise UserError(f"a pack of {length} tokens holds nothing to predict; use 3 or more")
+    rooms: list[tuple[int, int]] = []  # room left and number of the pack, tightest first
+    waiting: dict[int, list[int]] = {}
+    started = 0
+    for document, size in enumerate(sizes):
+        if size > length:
+            raise UserError(f"a document of {size} tokens does not fit a pack of {length}; fit it first")
+        place = bisect_left(rooms, (size, 0))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+        else:
+            if len(rooms) == OPEN_PACKS:
+                yield tuple(waiting.pop(rooms.pop(0)[1]))
+            room, number = length, started
+            started += 1
+            waiting[number] = []
+        waiting[number].append(document)
+        insort(rooms, (room - size, number))
+    for rest in waiting.values():
+        yield tuple(rest)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackArrays:
-    """A pack as arrays of one length; behind the documents there is padding, which counts as a document of its own."""
+    """Pack as arrays of one length; padding after the documents counts as a document of its own."""
 
     ids: NDArray[np.int64]
     mask: NDArray[np.bool_]
     position: NDArray[np.int64]
-    """Place of a token within its document."""
+    """Position of a token within its document."""
     starts: NDArray[np.int64]
-    """Where each document begins, padding included, and last the length."""
+    """First token of each document, padding included, and the length."""
 
 
 def pack_arrays(corpus: Corpus, pack: Pack, length: int | None = None) -> PackArrays:
-    """Lay out a pack, padded to `length`; None: as long as its documents are."""
+    """Lay out a pack, padded to `length`; None: not padded."""
     members = np.fromiter(chain.from_iterable(pack), dtype=np.int64)
     lengths = corpus.offsets[members + 1] - corpus.offsets[members]
     used = int(lengths.sum())
@@ -223,7 +247,7 @@ def pack_arrays(corpus: Corpus, pack: Pack, length: int | None = None) -> PackAr
 def _joined(
     order: list[int], sizes: list[int], tokens: float, longest: int, chance: np.random.Generator
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Join documents from the front of `order` until `tokens` are; return them and the rest of the order."""
+    """Join documents from the front of `order` until they have `tokens`; return them and the rest of the order."""
     documents, used, place = [], 0, 0
     while used < tokens and place < len(order):
         goal = int(chance.integers(MIN_JOIN_LENGTH, longest, endpoint=True))
@@ -237,7 +261,7 @@ def _joined(
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The places start, start + 1, ... of every run, one run behind the other."""
+    """Indices start, start + 1, ... of every run, one run after the other."""
     before = lengths.cumsum() - lengths
     places: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
     return places

@@ -1,12 +1,12 @@
-"""Which target tokens the drafter may propose: those that the target says most often.
+"""Draft vocabulary: the target tokens that occur most often.
 
-A head over a part of the vocabulary is smaller and quicker, and what it cannot propose is simply turned down. The
-tokens that end an answer are always in: without them every answer would end with a rejection.
+A head over a part of the vocabulary is smaller and faster, and tokens that it cannot propose cost a rejection. Tokens
+that end an answer are always included; without them every answer would end with a rejection.
 
-How large it is by itself ("auto"): as small as covers `AUTO_COVERAGE` of the tokens still to come. What counts of seen
-tokens say about those is too rosy, most of all where there are few, so each token is judged by the others: it would be
-covered if its kind were frequent enough without it (the Good-Turing estimate, summed). Kinds seen once are then new
-ones, and few data ask for a large vocabulary, not for a small one.
+The automatic size is the smallest that covers `AUTO_COVERAGE` of the tokens still to come. Coverage on the counted
+tokens themselves is too optimistic, above all for few data. So each token is judged by the others: it is covered if its
+kind would be frequent enough without it (the Good-Turing estimate, summed). Kinds seen once then count as new, and few
+data ask for a large vocabulary, not for a small one.
 """
 
 from collections.abc import Collection
@@ -19,20 +19,20 @@ from eyas.train.corpus.corpus import Corpus
 from eyas.train.recipe import AUTO
 
 AUTO_COVERAGE = 0.995
-"""Share of new tokens to cover. One draft in two hundred is then lost for want of its token: a half per cent of each
-depth, about what the next doubling of the head would cost in time."""
+"""Share of new tokens to cover. One draft in two hundred is then impossible: half a per cent of each depth, about what
+doubling the head would cost in time."""
 MAX_AUTO_SIZE = 32_000
-"""What drafters usually have at most; a target with fewer tokens than that keeps them all."""
+"""Usual maximum of drafters; a target with fewer tokens keeps them all."""
 AUTO_SIZE_STEP = 256
 
 
 def choose_vocabulary(
     corpus: Corpus, size: int | str | None, vocab_size: int, always: Collection[int] = ()
 ) -> tuple[NDArray[np.int64], float]:
-    """Return the target ids of the draft vocabulary, ascending, and the share of trained-on tokens among them.
+    """Return the target ids of the draft vocabulary, ascending, and the share of trained-on tokens that it covers.
 
-    "auto" asks for the size that the corpus needs, None for the whole vocabulary. Equally frequent tokens come in by
-    their id, unseen ones last.
+    "auto" chooses the size from the corpus, None is the whole vocabulary. Equally frequent tokens are taken in order of
+    their ids, unseen ones last.
     """
     if isinstance(size, int) and not 1 <= size <= vocab_size:
         raise UserError(
@@ -66,12 +66,12 @@ def choose_vocabulary(
 
 
 def auto_size(counts: NDArray[np.int64], stop_ids: int = 0) -> int:
-    """How many tokens to propose, from how often each was seen; `stop_ids` of them have their place whatever comes."""
+    """Size of a draft vocabulary from the count of each token; `stop_ids` tokens are always included."""
     if len(counts) <= MAX_AUTO_SIZE:
         return len(counts)
     seen = np.sort(counts[counts > 0])[::-1]
-    # After each run of equally frequent kinds: a token is covered if its kind, without it, still comes before the first
-    # that is left out. Within a run the gain is even.
+    # At the end of each run of equally frequent kinds: a token is covered if its kind, counted without it, still ranks
+    # before the first kind that is left out. Within a run, coverage grows linearly.
     ends = np.append(np.nonzero(np.diff(seen))[0] + 1, len(seen))
     left_out = np.append(seen[ends[:-1]], 0)
     cumulative = np.append(0, np.cumsum(seen))

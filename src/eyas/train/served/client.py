@@ -1,87 +1,167 @@
-"""One vLLM server that hands out states: what is asked of it over HTTP, and whether it is well.
+"""Client of one vLLM server that hands out states: requests over HTTP, the files it writes, and whether it is healthy.
 
-A fault is the document's or the server's. To tell, a server is asked for a few tokens that every server can do, and
-what comes is held against the target's own head: if that works, it was the document's. The same question tells at the
-start whether this is the right target at all.
+If a request fails, either the document or the server is at fault. To find out, the server is asked for a few tokens
+that every server can process, and its probabilities are compared with those of the target's own head over its states.
+If that works, the document was at fault. The same probe tells at the start whether it serves the right target.
 
 Shapes: T tokens, A captured layers, D hidden size, V vocabulary.
 """
 
 import http.client
+import itertools
 import json
 import os
 import socket
 import threading
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyas.errors import UserError
 from eyas.target.parts import TargetParts
 from eyas.train.served.command import require_series
-from eyas.train.served.state_files import BadFileError, StateFiles
 
 REQUEST_SECONDS = 600.0
-"""For one document; servers queue."""
+"""Timeout for one document; servers queue."""
 PROBE_SECONDS = 60.0
 PROBE_TOKENS = 16
+FILE_SECONDS = 60.0
+"""Seconds that a file may take to appear after its answer: shared disks are slow."""
+_SUFFIXES = (".safetensors", ".error", ".part")
 MAX_PROBE_ERROR = 0.1
-"""Sum over a few tokens of how far probabilities may differ: rounding to bfloat16 gives hundredths, a wrong head 1."""
+"""Maximum summed difference of a few probabilities: rounding to bfloat16 gives hundredths, a wrong head 1."""
 
 
 class ServerAwayError(Exception):
-    """The server cannot be reached or is not well; it may come back."""
+    """Raised if the server cannot be reached or is unhealthy; it may come back."""
 
 
 class DocumentFailedError(Exception):
-    """A server that answers did not give this document."""
+    """Raised if a server answers but does not deliver this document."""
+
+
+class BadFileError(DocumentFailedError):
+    """Raised for a file that did not appear or has the wrong content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFiles:
+    """Files by which servers hand states to one trainer process: read once, checked, deleted.
+
+    All have the process's own prefix, so a resumed run finds and removes what it left before.
+    """
+
+    folder: Path
+    prefix: str
+    """Prefix of this process among all that share the folder; the same when the run is resumed."""
+    captured: tuple[int, ...]
+    """Layers whose states a file must contain."""
+    hidden_size: int
+    seconds: float = field(default_factory=lambda: FILE_SECONDS)
+    _life: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def new_name(self) -> str:
+        """New unique name."""
+        return f"{self.prefix}-{self._life}-{next(self._numbers)}"
+
+    def sweep(self) -> int:
+        """Remove all files of this prefix; return their bytes."""
+        freed = 0
+        for path in self.folder.glob(f"{self.prefix}-*"):
+            if path.suffix in _SUFFIXES:
+                try:
+                    freed += path.stat().st_size
+                    path.unlink()
+                except FileNotFoundError:  # servers remove old files too
+                    continue
+        return freed
+
+    def discard(self, name: str) -> None:
+        """Remove the file of a failed request. One that appears later is removed by `sweep`, or by the server."""
+        for suffix in (".safetensors", ".error"):
+            (self.folder / f"{name}{suffix}").unlink(missing_ok=True)
+
+    def take(self, name: str, ids: Sequence[int], given_up: Callable[[], bool]) -> Tensor:
+        """States [T, A, D] of a document with these tokens. The file is deleted, valid or not."""
+        path = self._appeared(name, given_up)
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                layers = json.loads(metadata.get("layer_ids", "null"))
+                if layers != list(self.captured):
+                    raise BadFileError(f"it has states of the layers {layers}, and {list(self.captured)} are needed")
+                theirs = file.get_tensor("token_ids").tolist()
+                states_TAD: Tensor = file.get_tensor("hidden_states").clone()
+        except (OSError, SafetensorError, ValueError) as error:
+            raise BadFileError(f"{path.name} cannot be read ({error})") from error
+        finally:
+            path.unlink(missing_ok=True)
+        if theirs != list(ids):
+            raise BadFileError(f"it is of {len(theirs)} other tokens than the {len(ids)} that were sent")
+        expected = (len(ids), len(self.captured), self.hidden_size)
+        if tuple(states_TAD.shape) != expected:
+            raise BadFileError(f"its states have the shape {tuple(states_TAD.shape)}, not {expected}")
+        if not bool(states_TAD.isfinite().all()):
+            raise BadFileError("its states are not finite")
+        return states_TAD
+
+    def _appeared(self, name: str, given_up: Callable[[], bool]) -> Path:
+        path, error = self.folder / f"{name}.safetensors", self.folder / f"{name}.error"
+        deadline, pause = time.monotonic() + self.seconds, 0.001
+        while not path.exists():
+            if error.exists():
+                reason = error.read_text(errors="replace")
+                error.unlink(missing_ok=True)
+                raise BadFileError(f"the server could not write it: {reason}")
+            if time.monotonic() > deadline or given_up():
+                raise BadFileError(
+                    f"{path} did not appear within {self.seconds:g} s of its answer; features.states_folder must be "
+                    "the folder that the server writes to, on this machine or on a shared disk"
+                )
+            time.sleep(pause)
+            pause = min(0.1, 2 * pause)
+        return path
 
 
 def _headers() -> dict[str, str]:
-    """With the key that vLLM reads from the same variable, if it is set."""
+    """Headers, with the API key from the variable that vLLM reads too."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 
 class StatesClient:
-    """Asks one server; threads may share it."""
+    """Client of one server; threads may share it."""
 
-    def __init__(
-        self,
-        url: str,
-        target: TargetParts,
-        files: StateFiles,
-        *,
-        longest: int,
-        seconds: float = REQUEST_SECONDS,
-        given_up: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, url: str, target: TargetParts, files: StateFiles, *, longest: int) -> None:
         self.url = url.rstrip("/")
         self._target, self._files, self._longest = target, files, longest
-        self._seconds, self._given_up = seconds, given_up
         parts = urlsplit(self.url)
-        self._host, self._path, self._tls = parts.netloc, parts.path, parts.scheme == "https"
-        self._local = threading.local()
+        self._host, self._path = parts.netloc, parts.path
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connections: dict[int, http.client.HTTPConnection] = {}  # of each thread, kept open
         self._model: str | None = None
         self.closed = False
-        self._guard, self._open = threading.Lock(), set[http.client.HTTPConnection]()
 
     def close(self) -> None:
-        """Break off whatever is under way, in all threads; nothing is asked any more."""
-        with self._guard:
-            self.closed = True
-            connections = list(self._open)
-        for connection in connections:
+        """Cancel the requests of all threads and refuse new ones."""
+        self.closed = True
+        for connection in list(self._connections.values()):
             if (sock := connection.sock) is not None:
                 with suppress(OSError):  # the server may have closed it
                     sock.shutdown(socket.SHUT_RDWR)
 
     def connect(self) -> None:
-        """Ask who it is and for a few states; `ServerAwayError` if it is not there, refused if it is the wrong one."""
+        """Check version, model and a few states; raise `UserError` if it is the wrong server."""
         try:
             version, served = self._get("/version")["version"], self._get("/v1/models")["data"][0]
             name, room = str(served["id"]), served.get("max_model_len")
@@ -103,14 +183,14 @@ class StatesClient:
 
     @torch.no_grad()
     def probe(self) -> None:
-        """Fetch a few tokens and hold the target's head against what the server says comes next."""
+        """Compare the target's head over fetched states with the server's own probabilities."""
         ids = [(3 + 7 * i) % self._target.facts.vocab_size for i in range(PROBE_TOKENS)]
         states_TAD, answer = self._ask(ids, seconds=PROBE_SECONDS, logprobs=8, return_tokens_as_token_ids=True)
         try:
             said = answer["choices"][0]["logprobs"]["top_logprobs"][0]
             theirs = {int(token.removeprefix("token_id:")): float(value) for token, value in said.items()}
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise DocumentFailedError(f"it gives no logprobs of token ids ({error})") from error
+            raise DocumentFailedError(f"it returns no logprobs of token ids ({error})") from error
         norm, head = self._target.norm, self._target.head
         assert norm is not None
         state_D = norm(states_TAD[-1, -1].to(self._target.device, self._target.dtype)[None])
@@ -119,13 +199,13 @@ class StatesClient:
         difference = float((p_V[list(theirs)] - found).abs().sum())
         if not difference <= MAX_PROBE_ERROR:
             raise DocumentFailedError(
-                f"behind {PROBE_TOKENS} tokens its probabilities differ by {difference:.2f} from those of the target's "
-                "norm and head over the states it gave; it serves another model, or one whose scores are made otherwise"
+                f"after {PROBE_TOKENS} tokens its probabilities differ by {difference:.2f} from those of the target's "
+                "norm and head over the states it returned; it serves another model, or one that computes logits in "
+                "another way"
             )
 
     def fetch(self, ids: Sequence[int]) -> Tensor:
-        """The states [T, A, D] of a document."""
-        return self._ask(ids, seconds=self._seconds)[0]
+        return self._ask(ids, seconds=REQUEST_SECONDS)[0]
 
     def _ask(self, ids: Sequence[int], *, seconds: float, **more: Any) -> tuple[Tensor, Any]:
         if self._model is None:
@@ -146,12 +226,9 @@ class StatesClient:
                 raise DocumentFailedError(
                     "it answers without states: it was not started with eyas's connector (`eyas features serve`)"
                 )
-            return self._files.take(name, ids, self._given_up), answer
-        except BadFileError as error:
-            self._files.abandon(name)
-            raise DocumentFailedError(str(error)) from error
+            return self._files.take(name, ids, lambda: self.closed), answer
         except (ServerAwayError, DocumentFailedError):
-            self._files.abandon(name)
+            self._files.discard(name)
             raise
 
     def _get(self, path: str) -> Any:
@@ -161,48 +238,28 @@ class StatesClient:
             raise ServerAwayError(str(error)) from error
 
     def _request(self, method: str, path: str, seconds: float, body: object = None) -> Any:
-        """One answer; a kept connection that the server closed meanwhile is opened anew, once."""
-        data = None if body is None else json.dumps(body).encode()
-        for attempt in (1, 2):
-            connection, kept = self._connection(seconds)
-            try:
-                connection.request(method, self._path + path, data, _headers())
-                response = connection.getresponse()
-                text = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                self._drop()
-                if kept and attempt == 1 and not isinstance(error, TimeoutError):
-                    continue
-                raise ServerAwayError(str(error) or type(error).__name__) from error
-            if response.status in (502, 503, 504):
-                raise ServerAwayError(f"it answers {response.status}")
-            if response.status != 200:
-                raise DocumentFailedError(f"it answers {response.status}: {text[:300].decode(errors='replace')}")
-            try:
-                return json.loads(text)
-            except ValueError as error:
-                raise DocumentFailedError(f"its answer is not JSON ({error})") from error
-        raise AssertionError("unreachable")
-
-    def _connection(self, seconds: float) -> tuple[http.client.HTTPConnection, bool]:
-        """This thread's connection, and whether it was used before."""
+        """Send a request on this thread's connection; retry once if the server has closed a kept one meanwhile."""
         if self.closed:
-            raise ServerAwayError("nothing is asked of it any more")
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if connection is not None:
-            if connection.sock is not None:
-                connection.sock.settimeout(seconds)
-            return connection, True
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = self._local.connection = kind(self._host, timeout=seconds)
-        with self._guard:
-            self._open.add(connection)
-        return connection, False
-
-    def _drop(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
-            with self._guard:
-                self._open.discard(connection)
+            raise ServerAwayError("the client is closed")
+        connection = self._connections.setdefault(threading.get_ident(), self._kind(self._host))
+        connection.timeout = seconds
+        if kept := connection.sock is not None:
+            connection.sock.settimeout(seconds)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, self._path + path, data, _headers())
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()  # the next request opens it again
+            if kept and not isinstance(error, TimeoutError):
+                return self._request(method, path, seconds, body)
+            raise ServerAwayError(str(error) or type(error).__name__) from error
+        if response.status in (502, 503, 504):
+            raise ServerAwayError(f"it answers {response.status}")
+        if response.status != 200:
+            raise DocumentFailedError(f"it answers {response.status}: {text[:300].decode(errors='replace')}")
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise DocumentFailedError(f"its answer is not JSON ({error})") from error

@@ -1,4 +1,4 @@
-"""The `vllm serve` that hands out a target's states: one place that knows its options."""
+"""Command line of the `vllm serve` that hands out a target's states."""
 
 import json
 import shlex
@@ -11,23 +11,23 @@ from eyas.target.facts import TargetFacts
 from eyas.train.served import vllm_side
 
 VLLM_SERIES = "0.32."
-"""Versions of vLLM that this seam was made for and tried with: its method and its connectors are experimental."""
+"""vLLM versions that the connector was written for and tried with: vLLM's interface is experimental."""
 VLLM_SIDE = Path(vllm_side.__file__).parent
-"""The folder that vLLM's interpreter needs on its path: one module, which imports nothing of eyas."""
+"""Folder that vLLM's interpreter needs on its path: one module, which imports nothing of eyas."""
 CONNECTOR, CONNECTOR_MODULE = "EyasStatesConnector", "eyas_states"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatesServer:
-    """A vLLM server that is to hand out states."""
+    """Settings of a vLLM server that hands out states."""
 
     model: str
-    """What vLLM is told to load: a folder or a hub id."""
+    """Model that vLLM loads: a folder or a hub id."""
     layer_ids: tuple[int, ...]
-    """What drafters read; the last layer is captured beside them."""
+    """Layers that drafters read; the last layer is captured beside them."""
     num_hidden_layers: int
     folder: Path
-    """Where states are handed over."""
+    """Folder for the state files."""
     max_length: int
     """Tokens of the longest document."""
     dtype: str = "auto"
@@ -41,8 +41,7 @@ class StatesServer:
         return captured_layers(self.layer_ids, self.num_hidden_layers)
 
     def command(self, extra: Sequence[str] = ()) -> list[str]:
-        """The program and its arguments; `extra` are vLLM's own, behind ours, so that they win."""
-        # There is always room for the one token that vLLM wants to generate.
+        """Program and arguments; `extra` arguments of vLLM come last and win."""
         speculative = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -61,7 +60,7 @@ class StatesServer:
             self.model,
             *("--dtype", self.dtype),
             *("--port", str(self.port)),
-            *("--max-model-len", str(self.max_length + 1)),
+            *("--max-model-len", str(self.max_length + 1)),  # vLLM generates one token
             "--no-enable-prefix-caching",
             *("--speculative-config", json.dumps(speculative)),
             *("--kv-transfer-config", json.dumps(transfer)),
@@ -69,22 +68,22 @@ class StatesServer:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Variables that vLLM needs beside its own."""
+        """Environment variables that vLLM needs."""
         return {"PYTHONPATH": str(VLLM_SIDE)}
 
     def line(self, extra: Sequence[str] = ()) -> str:
-        """The same for a shell."""
+        """Command as a line for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment().items()]
         return " ".join([*variables, shlex.join(self.command(extra))])
 
 
 def captured_layers(layer_ids: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
-    """What drafters read and the last layer, whose state the head reads behind the last norm."""
+    """Layers that drafters read, and the last one, from which the final state is computed."""
     return tuple(sorted({*layer_ids, num_hidden_layers}))
 
 
 def require_series(version: str, where: str) -> None:
-    """Refuse another vLLM."""
+    """Refuse another version of vLLM."""
     if not version.startswith(VLLM_SERIES):
         raise UserError(
             f"{where} is vLLM {version}, and states are served by {VLLM_SERIES}x only: its connectors differ from "

@@ -1,13 +1,14 @@
-"""Fetches packs of documents from servers ahead of the trainer, in order, within a bound on bytes.
+"""Fetching of packs of documents from servers ahead of the trainer, in order, within a bound on bytes.
 
-Each server has a few threads, each with one request under way; vLLM batches them. A pack's documents are asked for when
-its bytes fit beside those of packs that were not yet taken, so that neither disk nor memory holds more than
-`ahead_bytes` and the one pack that the trainer waits for, which is asked for in any case.
+Each server has several threads with one request each; vLLM batches them. The documents of a pack are requested when its
+bytes fit beside those of packs not yet taken, so neither disk nor memory holds more than `ahead_bytes` and the one pack
+that the trainer waits for, which is requested in any case.
 
-A server that goes away gives its documents back to the queue and is tried again until it returns: that costs time and
-nothing else. One that is not the right one is set aside while others carry on; the run ends only where none is left. A
-document that servers which are well refuse `ATTEMPTS` times has failed: it is counted, and the pack goes on without it.
-What one server refused is asked of another first.
+A server that goes away returns its documents to the queue and is tried again until it is back. That costs time and
+nothing else. One that is the wrong server when it is first reached is set aside for good while others carry on, and the
+run ends only if none is left. One that was right and is not any more may be repaired, so it is tried again too. A
+document that healthy servers refuse `ATTEMPTS` times has failed: it is counted, and the pack goes on without it. A
+document that one server refused is requested from another first.
 
 Shapes: T tokens, A captured layers, D hidden size.
 """
@@ -24,51 +25,124 @@ from torch import Tensor
 
 from eyas.errors import UserError
 from eyas.train.features import InterruptedWaitError
-from eyas.train.served.client import DocumentFailedError, ServerAwayError
-from eyas.train.served.health import ServerHealth, StateClient
+from eyas.train.served.client import DocumentFailedError, ServerAwayError, StatesClient
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 CLOSE_SECONDS = 20.0
 FAILURES_SHOWN = 10
+PAUSES = (0.5, 30.0)
+"""Seconds between attempts to reach a server that is away: first and maximum."""
+REMINDER_SECONDS = 60.0
+
+
+class ServerHealth:
+    """State of one server, shared by its threads."""
+
+    def __init__(self, client: StatesClient) -> None:
+        self.client = client
+        self.ready = False
+        self.known = False
+        """Whether it was ever reached and accepted."""
+        self.refused: UserError | None = None
+        """Reason why it is set aside for good."""
+        self._asking = threading.Lock()
+        self._lost_at = time.monotonic()
+        self._reminded = 0.0
+        self._next_try = 0.0
+        self._pause = 0.0
+
+    def settled(self) -> bool:
+        """Whether it is ready; if not, one thread tries to connect while the others wait a moment.
+
+        Raises `UserError`, in every thread, if it is the wrong server.
+        """
+        if self.ready:
+            return True
+        if not self._asking.acquire(timeout=0.2):
+            return False
+        try:
+            if self.ready:
+                return True
+            if self.refused is not None:
+                raise self.refused
+            if time.monotonic() < self._next_try:
+                time.sleep(min(0.1, PAUSES[0]))
+                return False
+            try:
+                self.client.connect()
+            except (ServerAwayError, DocumentFailedError, UserError) as error:
+                if self.client.closed:
+                    return False
+                if not isinstance(error, UserError):
+                    self._pause = min(PAUSES[1], max(PAUSES[0], 2 * self._pause))
+                elif self.known:  # it was the right one before, so it may be repaired
+                    self._pause = PAUSES[1]
+                else:
+                    self.refused = error
+                    raise
+                self._next_try = time.monotonic() + self._pause
+                self._remind(str(error))
+                return False
+            away = time.monotonic() - self._lost_at
+            logger.info(f"reached {self.client.url}" + (f" again, after {away:.0f} s" if self.known else ""))
+            self.ready = self.known = True
+            self._pause = 0.0
+            return True
+        finally:
+            self._asking.release()
+
+    def lose(self, reason: str) -> None:
+        """Mark it as away or unhealthy."""
+        if self.ready:
+            self.ready = False
+            self._lost_at = time.monotonic()
+            self._reminded = 0.0
+            self._remind(reason)
+
+    def _remind(self, reason: str) -> None:
+        now = time.monotonic()
+        if not self._reminded or now - self._reminded > REMINDER_SECONDS:
+            self._reminded = now
+            logger.warning(f"waiting for {self.client.url}: {reason}")
 
 
 @dataclass(kw_only=True, eq=False)
 class PackRequest:
-    """The documents of one pack, under way."""
+    """Documents of one pack that was requested."""
 
     number: int
     documents: list[list[int]]
     size: int
     """Bytes of their states."""
     states: list[Tensor | None]
-    """Of each document, once it is there; None for one that failed."""
+    """States of each document that has arrived; None for one that failed."""
     left: int
-    """Documents that are neither there nor failed."""
+    """Number of documents that have neither arrived nor failed."""
     failed: set[int] = field(default_factory=set)
-    refusals: dict[int, list[tuple[ServerHealth, str]]] = field(default_factory=dict)
-    """Of a document, by servers that were well."""
+    refusals: dict[int, list[ServerHealth]] = field(default_factory=dict)
+    """Healthy servers that refused a document, once for each attempt."""
 
 
 @dataclass(kw_only=True)
 class FetchCounts:
-    """What came of it all."""
+    """Statistics of the fetcher."""
 
     documents: int = 0
     failed: int = 0
     retried: int = 0
-    """Requests that were made again, for whatever reason."""
+    """Repeated requests, for whatever reason."""
     waited_seconds: float = 0.0
-    """How long the trainer waited."""
+    """Time that the trainer waited."""
 
 
 class StateFetcher:
-    """Threads that fetch, and the queue before them."""
+    """Threads that fetch, and their queue."""
 
     def __init__(
         self,
-        clients: Sequence[StateClient],
+        clients: Sequence[StatesClient],
         *,
         bytes_per_token: int,
         ahead_bytes: int,
@@ -80,26 +154,21 @@ class StateFetcher:
         self._changed = threading.Condition()
         self._not_asked: deque[PackRequest] = deque()
         self._jobs: list[tuple[int, int, PackRequest]] = []
-        self._held = 0  # bytes of packs that were asked for and not yet taken
+        self._held = 0  # bytes of packs that are requested and not yet taken: in transit, on disk or in memory
         self._numbers = 0
         self._closed = False
         self._broken: Exception | None = None
         self._aside: list[ServerHealth] = []
         self._servers = [ServerHealth(client) for client in clients]
-        # Nobody is asked before something is wanted: a cache that is whole needs no server.
+        # Started with the first request: a complete cache needs no server.
         self._threads = [
             threading.Thread(target=self._run, args=(server,), daemon=True)
             for server in self._servers
             for _ in range(in_flight)
         ]
 
-    @property
-    def held_bytes(self) -> int:
-        """Of states that are under way, on disk or in memory."""
-        return self._held
-
     def request(self, documents: Sequence[Sequence[int]]) -> PackRequest:
-        """Ask for a pack when there is room for it; returns at once."""
+        """Request a pack as soon as there is room for it; returns at once."""
         with self._changed:
             if not self._numbers:
                 for thread in self._threads:
@@ -118,33 +187,30 @@ class StateFetcher:
         return pack
 
     def wait(self, pack: PackRequest) -> None:
-        """Until all of it is there or has failed; `InterruptedWaitError` if the run stops and no server is there."""
+        """Wait for the pack; raise `InterruptedWaitError` if the run is to stop and no server is ready."""
         began = time.monotonic()
         with self._changed:
-            if pack in self._not_asked:  # whoever waits goes first
+            if pack in self._not_asked:  # a pack that is waited for goes first
                 self._not_asked.remove(pack)
                 self._ask(pack)
             while pack.left:
                 if self._broken is not None:
                     raise self._broken
                 if self._closed:
-                    raise RuntimeError("the fetcher is closed, and nobody will bring what is waited for")
+                    raise RuntimeError("the fetcher is closed, and the pack that is waited for will not arrive")
                 if self._stop() and not any(server.ready for server in self._servers):
                     raise InterruptedWaitError
                 self._changed.wait(0.2)
             self.counts.waited_seconds += time.monotonic() - began
 
     def release(self, pack: PackRequest) -> None:
-        """The pack's states are the caller's, or nobody's: there is room for others."""
+        """Free the pack's bytes for others."""
         with self._changed:
             self._held -= pack.size
             self._ask_for_more()
 
     def close(self) -> None:
-        """Ask for nothing any more, break off what is under way and wait for the threads.
-
-        A thread that outlives the interpreter in code of torch ends the process by an abort.
-        """
+        """Cancel all requests and wait for the threads, since one in torch at exit would abort the process."""
         with self._changed:
             self._closed = True
             self._jobs.clear()
@@ -172,13 +238,13 @@ class StateFetcher:
             self._work(server)
         except UserError as error:
             self._set_aside(server, error)
-        except Exception as error:  # a fault of ours: whoever waits must hear of it
+        except Exception as error:  # an internal error, which the waiting trainer must get
             with self._changed:
                 self._broken = self._broken or error
                 self._changed.notify_all()
 
     def _set_aside(self, server: ServerHealth, error: UserError) -> None:
-        """It is the wrong one; each of its threads comes here, and one says so."""
+        """Set the wrong server aside; each of its threads comes here, and one of them logs it."""
         with self._changed:
             if server in self._aside:
                 return
@@ -217,20 +283,16 @@ class StateFetcher:
                 continue
             with self._changed:
                 pack.states[place] = states
-                # Servers may compute in more bytes than was thought.
+                # Servers may compute in a larger type than expected.
                 self._bytes_per_token = max(self._bytes_per_token, states.nbytes // max(1, len(states)))
-                server.gave()
-                for other, reason in dict(pack.refusals.get(place, ())).items():
-                    if other is not server:
-                        other.was_at_fault(reason)
                 self._done(pack)
 
     def _next_job(self, server: ServerHealth) -> tuple[int, PackRequest] | None:
-        """The first document that this server is to be asked for."""
+        """First document to request from this server."""
         passed_over, found = [], None
         while self._jobs and found is None:
             job = heapq.heappop(self._jobs)
-            refused_by = {other for other, _ in job[2].refusals.get(job[1], ())}
+            refused_by = job[2].refusals.get(job[1], [])
             if server in refused_by and any(other.ready and other not in refused_by for other in self._servers):
                 passed_over.append(job)
             else:
@@ -240,8 +302,8 @@ class StateFetcher:
         return None if found is None else (found[1], found[2])
 
     def _gave_nothing(self, server: ServerHealth, pack: PackRequest, place: int, error: Exception) -> None:
-        """The document's fault or the server's?"""
-        if self._closed:  # it was broken off
+        """Find out whether the document or the server is at fault."""
+        if self._closed:  # the request was cancelled
             return
         if isinstance(error, DocumentFailedError):
             try:
@@ -251,7 +313,7 @@ class StateFetcher:
             else:
                 with self._changed:
                     refusals = pack.refusals.setdefault(place, [])
-                    refusals.append((server, str(error)))
+                    refusals.append(server)
                     if len(refusals) >= ATTEMPTS:
                         self._fail(pack, place, error)
                         return

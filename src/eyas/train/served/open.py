@@ -1,4 +1,4 @@
-"""From a recipe to a source of served states: files, clients and fetcher of this process, and how they end."""
+"""Opens the source of served states for a recipe: files, clients and fetcher of this process, and their cleanup."""
 
 import hashlib
 import logging
@@ -14,34 +14,32 @@ from eyas.target.parts import TargetParts
 from eyas.train.features import FeatureSource
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import Recipe
-from eyas.train.served.client import StatesClient
+from eyas.train.served.client import StateFiles, StatesClient
 from eyas.train.served.command import StatesServer, captured_layers, require_servable
 from eyas.train.served.fetcher import StateFetcher
-from eyas.train.served.state_files import StateFiles
 from eyas.train.sources.served import ServedSource
 
 logger = logging.getLogger(__name__)
 
 
 class OpenServed:
-    """Opens sources over one fetcher."""
+    """Opens sources that share one fetcher."""
 
     def __init__(self, fetcher: StateFetcher, target: TargetParts, captured: Sequence[int], *, chunk: int) -> None:
         self._fetcher, self._target, self._captured, self._chunk = fetcher, target, captured, chunk
 
     def __call__(self, aux_layer_ids: Sequence[int], *, compiled: bool) -> FeatureSource:
-        """States behind these layers, of those that servers hand out."""
         return ServedSource(
             self._fetcher, self._target, self._captured, aux_layer_ids, compiled=compiled, chunk=self._chunk
         )
 
     def record(self) -> dict[str, object]:
-        """What came of it all, for the run's record."""
+        """Statistics for the run's record."""
         return asdict(self._fetcher.counts)
 
 
 def states_server(recipe: Recipe, layer_ids: Sequence[int], num_hidden_layers: int, cache: Path | None) -> StatesServer:
-    """The server that a recipe needs, as a command."""
+    """Command of the server that a recipe needs."""
     features = recipe.features
     place = locate(recipe.target.source, cache=cache)
     return StatesServer(
@@ -55,7 +53,7 @@ def states_server(recipe: Recipe, layer_ids: Sequence[int], num_hidden_layers: i
 
 
 def longest_document(recipe: Recipe) -> int:
-    """Tokens that a server is sent at most."""
+    """Maximum tokens of a request to a server."""
     return max(recipe.data.max_length, recipe.data.join_length if recipe.data.join_share else 0)
 
 
@@ -68,7 +66,7 @@ def open_served(
     ranks: Ranks,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[OpenServed]:
-    """Fetch from the recipe's servers until the block ends; files that are left are removed then."""
+    """Fetch from the recipe's servers until the block ends; then remove files that are left."""
     require_servable(target.config, target.facts)
     if target.norm is None:
         raise UserError(
@@ -84,15 +82,7 @@ def open_served(
     )
     if (freed := files.sweep()) > 0:
         logger.info(f"removed {freed / 1e6:.1f} MB of states that an earlier run left in {files.folder}")
-    ended = False
-
-    def given_up() -> bool:
-        return ended
-
-    clients = [
-        StatesClient(url, target, files, longest=longest_document(recipe), given_up=given_up)
-        for url in features.servers
-    ]
+    clients = [StatesClient(url, target, files, longest=longest_document(recipe)) for url in features.servers]
     fetcher = StateFetcher(
         clients,
         bytes_per_token=len(captured) * target.facts.hidden_size * target.dtype.itemsize,
@@ -103,18 +93,17 @@ def open_served(
     try:
         yield OpenServed(fetcher, target, captured, chunk=recipe.train.chunk)
     finally:
-        ended = True
         fetcher.close()
         files.sweep()
         counts = fetcher.counts
         if counts.documents:
             logger.info(
-                f"{counts.documents:,} documents were served, {counts.failed:,} of them failed, {counts.retried:,} "
-                f"requests were made again; training waited {counts.waited_seconds:.1f} s for them"
+                f"{counts.documents:,} documents were requested, {counts.failed:,} of them failed, {counts.retried:,} "
+                f"requests were repeated; training waited {counts.waited_seconds:.1f} s for them"
             )
 
 
 def _prefix(recipe: Recipe, ranks: Ranks) -> str:
-    """The same for a process that takes the run up again, and no other's."""
+    """Prefix of this process's files: unique, but the same when the run is resumed."""
     run = f"{socket.gethostname()}:{Path(recipe.output.folder).absolute()}"
     return f"eyas-{hashlib.sha256(run.encode()).hexdigest()[:12]}-{ranks.rank}"

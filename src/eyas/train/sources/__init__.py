@@ -1,1 +1,1 @@
-"""Where features come from: the target itself, or a disk that remembers it."""
+"""Sources of features: the target itself, vLLM servers, or a cache on disk."""

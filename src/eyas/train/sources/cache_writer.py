@@ -1,9 +1,8 @@
-"""Has every document read once, by whatever source, and writes down what the target said (cache.py reads it).
+"""Writing of the feature cache (cache.py reads it): every document is run once, and what the target computed is saved.
 
-How large the cache becomes is known to the byte before the target runs, and logged; a disk that would not hold it is
-refused then, not after hours. Which documents a shard holds follows from the data alone and a shard appears whole or
-not at all, so writing that was interrupted goes on behind the shards that are there; the index comes last. Several
-processes take every n-th shard each.
+The size of the cache is known before the target runs, and logged; a disk that is too small is refused at once. Which
+documents a shard holds follows from the data alone, a shard appears whole or not at all, and the index comes last. So
+interrupted writing continues after the existing shards. Of several processes each takes every n-th shard.
 
 Shapes: T tokens of a shard, M teacher rows of a shard, C rows of a chunk, W draft vocabulary, X concatenated
 auxiliary states.
@@ -11,6 +10,7 @@ auxiliary states.
 
 import json
 import logging
+import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +36,11 @@ from eyas.train.sources.cache import FAILED, INDEX, CacheKey, to_fp8
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 512 * 10**6
-"""Of a shard, about; a longer document has one to itself. It is put together in memory."""
+"""Approximate bytes of a shard, which is built in memory; a longer document has its own."""
 MARGIN = 1.05
-"""Free space that is asked for, relative to what is written."""
+"""Required free space, relative to what is written."""
 FETCHED_BATCHES = 16
-"""Batches that a source is told of ahead."""
-_HEADER_BYTES = 800
-"""Of a safetensors file with the tensors of a shard, besides the key."""
+"""Batches that are announced to a source ahead of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,62 +52,44 @@ class Shard:
     documents: int
     tokens: int
     rows: int
+    state_bytes: int
+    teacher_bytes: int
 
     @property
     def file(self) -> str:
-        """Its name."""
         return f"shard-{self.number:05d}.safetensors"
 
     @property
     def last(self) -> int:
-        """Behind its last document."""
         return self.first + self.documents
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheSizes:
-    """What a token, a teacher row, a document and a shard take on disk, in bytes."""
-
-    token: int
-    row: int
-    document: int
-    shard: int
-
-    @classmethod
-    def of(cls, key: CacheKey, hidden_size: int) -> "CacheSizes":
-        """Sizes of a cache with this key."""
-        states = len(key.aux_layer_ids)
-        token = states * hidden_size * 2 if key.dtype == "bfloat16" else states * (hidden_size + 4)
-        key_bytes = len(json.dumps(json.dumps(key.as_json())))
-        # Draft id and probability of each remembered token, the remainder, the most likely token; two offsets.
-        return cls(
-            token=token, row=key.top_k * (4 + 2) + 4 + 4, document=2 * 8, shard=_HEADER_BYTES + key_bytes + 2 * 8
-        )
-
-    def bytes_of(self, shard: Shard) -> int:
-        """The whole shard."""
-        return self.token * shard.tokens + self.row * shard.rows + self.document * shard.documents + self.shard
-
-
-def plan_shards(corpus: Corpus, sizes: CacheSizes) -> list[Shard]:
-    """Documents in order, as many to a shard as fit it."""
-    tokens, rows = corpus.lengths, np.diff(_row_offsets(corpus))
-    weights = tokens * sizes.token + rows * sizes.row + sizes.document
-    return [
-        Shard(
-            number=number,
+def plan_shards(corpus: Corpus, key: CacheKey, hidden_size: int) -> list[Shard]:
+    """Divide the documents, in order, into shards."""
+    token_bytes, row_bytes = (
+        sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values())
+        for tensors in (key.token_tensors(hidden_size), key.row_tensors())
+    )
+    token_counts, row_counts = corpus.lengths, np.diff(_row_offsets(corpus))
+    shards = list[Shard]()
+    for first, last in _groups(token_counts * token_bytes + row_counts * row_bytes, SHARD_BYTES):
+        tokens, rows = (int(counts[first:last].sum()) for counts in (token_counts, row_counts))
+        shard = Shard(
+            number=len(shards),
             first=first,
             documents=last - first,
-            tokens=int(tokens[first:last].sum()),
-            rows=int(rows[first:last].sum()),
+            tokens=tokens,
+            rows=rows,
+            state_bytes=tokens * token_bytes,
+            teacher_bytes=rows * row_bytes,
         )
-        for number, (first, last) in enumerate(_groups(weights, SHARD_BYTES))
-    ]
+        shards.append(shard)
+    return shards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CacheWriter:
-    """Everything that writing needs."""
+    """Writes the cache of a run."""
 
     folder: Path
     corpus: Corpus
@@ -118,10 +98,10 @@ class CacheWriter:
     target_ids_W: Tensor
     hidden_size: int
     computed: Callable[[], FeatureSource]
-    """Gives the source that is remembered; asked only if something is missing."""
+    """Opens the source whose features are saved; called only if something is missing."""
     device: torch.device
     pack_length: int
-    """Tokens that the target is given at once."""
+    """Tokens that the target reads at once."""
     padded: bool
     chunk: int
 
@@ -131,14 +111,13 @@ class CacheWriter:
         stop: Callable[[], bool] = lambda: False,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
     ) -> None:
-        """Write what is missing; nothing, if the cache is whole."""
+        """Write the missing shards; nothing if the cache is complete."""
         if (index := _read_index(self.folder)) is not None:
             self.key.require(index, self.folder)
-        sizes = CacheSizes.of(self.key, self.hidden_size)
-        shards = plan_shards(self.corpus, sizes)
-        missing = [shard for shard in shards if not self._finished(shard)]
+        shards = plan_shards(self.corpus, self.key, self.hidden_size)
+        missing = [shard for shard in shards if self._metadata(shard) is None]
         if missing:
-            self._require_space(shards, missing, sizes)
+            self._require_space(shards, missing)
         ranks.barrier()
         self._write_shards(missing[ranks.rank :: ranks.world], len(shards), stop)
         ranks.barrier()
@@ -146,17 +125,17 @@ class CacheWriter:
             self._write_index(shards)
         ranks.barrier()
 
-    def _require_space(self, shards: Sequence[Shard], missing: Sequence[Shard], sizes: CacheSizes) -> None:
-        tokens, rows = (sum(getattr(shard, name) for shard in shards) for name in ("tokens", "rows"))
-        whole, needed = (sum(sizes.bytes_of(shard) for shard in some) for some in (shards, missing))
+    def _require_space(self, shards: Sequence[Shard], missing: Sequence[Shard]) -> None:
+        states, teacher = sum(shard.state_bytes for shard in shards), sum(shard.teacher_bytes for shard in shards)
+        tokens, rows = sum(shard.tokens for shard in shards), sum(shard.rows for shard in shards)
+        whole, needed = states + teacher, sum(shard.state_bytes + shard.teacher_bytes for shard in missing)
         existing = next(place for place in [self.folder, *self.folder.absolute().parents] if place.exists())
         free = shutil.disk_usage(existing).free
-        states, teacher = tokens * sizes.token, rows * sizes.row
         there = "" if needed == whole else f" ({_size(whole - needed)} are there already)"
         sentence = (
             f"the cache needs {_size(whole)}{there}: {_size(states)} for the states of {tokens:,} tokens in "
-            f"{self.key.dtype}, {_size(teacher)} for the {self.key.top_k} likeliest draft tokens behind {rows:,} of "
-            f"them, {_size(whole - states - teacher)} around it; {_size(free)} are free in {existing}"
+            f"{self.key.dtype}, {_size(teacher)} for the {self.key.top_k} most likely draft tokens for {rows:,} of "
+            f"them; {_size(free)} are free in {existing}"
         )
         logger.info(sentence)
         if free < needed * MARGIN:
@@ -165,16 +144,15 @@ class CacheWriter:
                 f'(now {self.key.top_k}), set features.dtype to "fp8" or features.source to "live"'
             )
 
-    def _finished(self, shard: Shard) -> bool:
-        """Whether the shard is there; one that belongs to another cache is refused, never overwritten."""
-        path = self.folder / shard.file
+    def _metadata(self, shard: Shard) -> dict[str, Any] | None:
+        """Metadata of a complete shard; one of another cache is refused, never overwritten."""
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = json.loads((file.metadata() or {})["shard"])
+            with safe_open(self.folder / shard.file, framework="pt") as file:
+                metadata: dict[str, Any] = json.loads((file.metadata() or {})["shard"])
         except (OSError, SafetensorError, ValueError, LookupError):
-            return False
+            return None
         self.key.require(metadata["key"], self.folder)
-        return (metadata["first"], metadata["documents"]) == (shard.first, shard.documents)
+        return metadata if (metadata["first"], metadata["documents"]) == (shard.first, shard.documents) else None
 
     def _write_shards(self, shards: Sequence[Shard], of: int, stop: Callable[[], bool]) -> None:
         if not shards:
@@ -186,7 +164,7 @@ class CacheWriter:
             if failed:
                 metadata[FAILED] = failed
                 logger.warning(
-                    f"{len(failed)} documents of shard {shard.number + 1} could not be had and teach nothing; remove "
+                    f"{len(failed)} documents of shard {shard.number + 1} could not be fetched; remove "
                     f"{self.folder / shard.file} and {INDEX} to try them again"
                 )
             path = self.folder / shard.file
@@ -201,7 +179,7 @@ class CacheWriter:
     def _fill(
         self, shard: Shard, source: FeatureSource, stop: Callable[[], bool]
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """Let the target read the shard's documents; the numbers of those that could not be had come beside them."""
+        """Tensors of the shard's documents, and the numbers of those that could not be fetched."""
         tensors, failed = self._empty(shard), list[int]()
         token = row = 0
         for batch in self._batches(shard, source):
@@ -230,22 +208,22 @@ class CacheWriter:
             teacher = features.teachers(self.target_ids_W)
             row += len(batch.row_M)
             for row_C, rows in zip(torch.split(had.row_M, self.chunk), torch.split(place_M, self.chunk), strict=True):
-                distribution = teacher.distribution(row_C)
-                # The scores of a drafter are of no consequence to a teacher that remembers everything.
+                distribution = teacher(row_C)
+                # An exact teacher ignores the drafter's scores.
                 p_CW = distribution.probabilities(
                     torch.zeros((), device=row_C.device).expand(len(row_C), len(self.target_ids_W))
                 )
                 probability_CK, ids_CK = p_CW.topk(self.key.top_k, dim=-1)
                 tensors["ids"][rows] = ids_CK.to("cpu", torch.int32)
                 tensors["probabilities"][rows] = probability_CK.to("cpu", torch.float16)
-                # Summed over the others themselves: a difference from the whole would be lost in rounding.
+                # Summed over the other tokens, since 1 - sum would lose it in rounding.
                 tensors["rest"][rows] = p_CW.scatter(-1, ids_CK, 0.0).sum(dim=-1).cpu()
                 tensors["best"][rows] = distribution.best_C.to("cpu", torch.int32)
         assert (token, row) == (shard.tokens, shard.rows)
         return tensors, failed
 
     def _batches(self, shard: Shard, source: FeatureSource) -> Iterator[TrainingBatch]:
-        """The shard's documents in order; a source that fetches ahead is told of some before they are read."""
+        """Batches of the shard's documents, in order; some are announced to a source that fetches ahead."""
         lengths = self.corpus.lengths[shard.first : shard.last]
         waiting: deque[TrainingBatch] = deque()
         for first, last in _groups(lengths, self.pack_length):
@@ -261,58 +239,44 @@ class CacheWriter:
 
     def _stopped(self) -> UserError:
         return UserError(
-            f"stopped while the cache {self.folder} was being written; its finished shards stay, start again to go on "
-            "behind them"
+            f"stopped while the cache {self.folder} was being written; its finished shards stay; start again to go on"
         )
 
     def _empty(self, shard: Shard) -> dict[str, Tensor]:
-        states, top_k = len(self.key.aux_layer_ids), self.key.top_k
-        fp8 = self.key.dtype == "fp8"
+        tokens, rows = self.key.token_tensors(self.hidden_size), self.key.row_tensors()
         among = slice(shard.first, shard.last + 1)
         offsets = {"token_offsets": self.corpus.offsets[among], "row_offsets": _row_offsets(self.corpus)[among]}
         return {
-            "states": torch.empty(
-                shard.tokens, states * self.hidden_size, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16
-            ),
-            **({"scales": torch.empty(shard.tokens, states)} if fp8 else {}),
-            # Zeros stay where a document could not be had.
-            "ids": torch.zeros(shard.rows, top_k, dtype=torch.int32),
-            "probabilities": torch.zeros(shard.rows, top_k, dtype=torch.float16),
-            "rest": torch.zeros(shard.rows),
-            "best": torch.zeros(shard.rows, dtype=torch.int32),
+            **{name: torch.empty(shard.tokens, *shape, dtype=dtype) for name, (dtype, shape) in tokens.items()},
+            # Rows of documents that could not be fetched stay zero.
+            **{name: torch.zeros(shard.rows, *shape, dtype=dtype) for name, (dtype, shape) in rows.items()},
             **{name: torch.from_numpy(values - values[0]) for name, values in offsets.items()},
         }
 
     def _write_index(self, shards: Sequence[Shard]) -> None:
         listed = [{"file": s.file, "first_document": s.first, "documents": s.documents} for s in shards]
         index = {"key": self.key.as_json(), "documents": len(self.corpus), "shards": listed}
-        if failed := [number for shard in shards for number in self._failed(shard)]:
+        if failed := [number for shard in shards for number in (self._metadata(shard) or {}).get(FAILED, [])]:
             index[FAILED] = failed
         text = json.dumps(index, indent=1)
         with new_file(self.folder / INDEX) as staging:
             staging.write_text(text + "\n", encoding="utf-8")
 
-    def _failed(self, shard: Shard) -> list[int]:
-        """Numbers of documents that a shard lacks."""
-        with safe_open(self.folder / shard.file, framework="pt") as file:
-            failed: list[int] = json.loads(file.metadata()["shard"]).get(FAILED, [])
-        return failed
-
 
 def _documents_at(batch: TrainingBatch, row_M: Tensor) -> list[int]:
-    """Numbers of the documents that these rows are in."""
+    """Numbers of the documents that contain these rows."""
     assert batch.documents is not None
     places = torch.searchsorted(batch.starts.cpu().long(), row_M, right=True) - 1
     return [batch.documents[place] for place in sorted(set(places.tolist()))]
 
 
 def _row_offsets(corpus: Corpus) -> NDArray[np.int64]:
-    """How many rows teach before each document."""
+    """Number of teacher rows before each document."""
     return np.searchsorted(teaching_rows(corpus.mask, corpus.positions), corpus.offsets).astype(np.int64)
 
 
 def _groups(weights: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Neighbours together up to the limit, from first to behind last; who is beyond it stays alone."""
+    """Group neighbours up to the limit, as (first, end); one beyond the limit is alone."""
     first, weight = 0, 0
     for place, own in enumerate(weights.tolist()):
         if place > first and weight + own > limit:
@@ -323,7 +287,7 @@ def _groups(weights: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
-    """The key in the index; none where there is no readable index, whose shards then speak for themselves."""
+    """Key in the index; None if there is no readable index."""
     try:
         key = json.loads((folder / INDEX).read_text(encoding="utf-8"))["key"]
     except (OSError, ValueError, LookupError, TypeError):

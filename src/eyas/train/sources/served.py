@@ -1,9 +1,9 @@
 """Features of a target that vLLM servers run: its states come by files, its head and last norm are here.
 
-The final state is the last norm over what the last layer gave, so a server hands out one state more than drafters read.
-Documents are fetched ahead (served/fetcher.py); one that cannot be had teaches nothing.
+The final state is the last norm over the last layer's output, so a server hands out one state more than drafters read.
+Documents are fetched ahead (served/fetcher.py); one that cannot be fetched teaches nothing.
 
-Shapes: T tokens, A captured layers, E target hidden size, X joined auxiliary states.
+Shapes: T tokens, A captured layers, E target hidden size, X concatenated auxiliary states.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from eyas.target.parts import TargetParts
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
 from eyas.train.served.fetcher import PackRequest, StateFetcher
-from eyas.train.sources.final_states import FinalStateScorer
+from eyas.train.sources.live import FinalStateScorer
 
 
 class ServedSource:
-    """Takes what the fetcher brought."""
+    """Makes features of states that a fetcher brings."""
 
     def __init__(
         self,
@@ -36,16 +36,14 @@ class ServedSource:
         self._layer_ids, self._captured = tuple(aux_layer_ids), tuple(captured)
         self._places = [tuple(captured).index(k) for k in aux_layer_ids]
         self._scorer = FinalStateScorer(target.head, compiled=compiled, chunk=chunk)
-        # The batch is kept beside its request so that its id stays its own.
+        # The batch is kept with its request so that its id is not used again.
         self._under_way: dict[int, tuple[TrainingBatch, PackRequest]] = {}
 
     def prefetch(self, batch: TrainingBatch) -> None:
-        """Ask for its documents, behind those that were asked for before."""
         if id(batch) not in self._under_way:
             self._under_way[id(batch)] = (batch, self._fetcher.request(_documents(batch)))
 
     def available(self, batch: TrainingBatch) -> TrainingBatch:
-        """Wait for all of its documents; those that failed teach nothing."""
         self.prefetch(batch)
         _, request = self._under_way[id(batch)]
         self._fetcher.wait(request)
@@ -57,7 +55,6 @@ class ServedSource:
 
     @torch.no_grad()
     def __call__(self, batch: TrainingBatch) -> Features:
-        """The states of a batch; what they took on the way is free again."""
         self.prefetch(batch)
         _, request = self._under_way[id(batch)]
         self._fetcher.wait(request)
@@ -70,7 +67,7 @@ class ServedSource:
         return self._scorer.features(batch, state_TE, aux_TX, self._layer_ids)
 
     def _together(self, request: PackRequest, batch: TrainingBatch) -> Tensor:
-        """States [T, A, E] of the whole batch on its device; zeros where nobody looks."""
+        """States [T, A, E] of the whole batch on its device; zeros for what is not read."""
         first = next((states for states in request.states if states is not None), None)
         shape = (len(batch.ids_T), len(self._captured), self._target.facts.hidden_size)
         dtype = self._target.dtype if first is None else first.dtype
@@ -83,7 +80,7 @@ class ServedSource:
 
 
 def _documents(batch: TrainingBatch) -> list[list[int]]:
-    """Token ids of the documents, in order; not of padding, which stands last and teaches nothing."""
+    """Token ids of the documents, in order, without the padding at the end."""
     ids, starts = batch.ids_T.tolist(), batch.starts.tolist()
     borders = list(pairwise(starts))
     if len(borders) > 1 and not bool((batch.row_M >= borders[-1][0]).any()):

@@ -1,1 +1,1 @@
-"""What runs inside vLLM: this folder is put on its path, and imports nothing of eyas."""
+"""Code that runs inside vLLM: this folder is on its path, and imports nothing of eyas."""

@@ -1,15 +1,14 @@
-"""vLLM's side of served states: a KV connector that writes a request's hidden states to a file of the client's name.
+"""KV connector for vLLM that writes a request's hidden states to a file named by the client.
 
     {"kv_transfer_params": {"eyas_file": NAME}}   in a request, asks for  FOLDER/NAME.safetensors
     hidden_states [T, A, D], token_ids [T]        its tensors; its metadata names layers, model and version
     FOLDER/NAME.error                             instead, if it could not be written: the reason
 
-A file appears whole: it is written beside its name and renamed. Requests that ask for nothing leave nothing. What
-nobody has fetched after `max_age_seconds` is removed, and where files take more than `max_bytes` none is added.
+A file is written under another name and renamed, so it appears whole. Requests without that parameter leave no file.
+Files that are not fetched within `max_age_seconds` are removed, and beyond `max_bytes` no file is added.
 
 This file runs in vLLM's own interpreter and imports nothing of eyas: its folder is put on PYTHONPATH, or it is copied.
-It builds on vLLM's `ExampleHiddenStatesConnector`, which differs from version to version, so that one series is asked
-for by name.
+It builds on vLLM's `ExampleHiddenStatesConnector`, which differs between versions, so it requires one series.
 
 Shapes: T tokens, A captured layers, D hidden size.
 """
@@ -45,7 +44,7 @@ _SUFFIXES = (".safetensors", ".error", ".part")
 
 
 class _Copied:
-    """Where copies are no queue of their own: done when they are made."""
+    """Completed copy, for devices without streams."""
 
     def query(self) -> bool:
         return True
@@ -55,7 +54,7 @@ class _Copied:
 
 
 class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """Writes states to files that appear whole, only for requests that ask for them."""
+    """Writes states to files for requests that ask for them."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         if not vllm.__version__.startswith(VLLM_SERIES):
@@ -110,7 +109,7 @@ class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if request.status == RequestStatus.FINISHED_ABORTED:  # its client has gone, and may have come in part
+        if request.status == RequestStatus.FINISHED_ABORTED:  # the client is gone, and the states may be incomplete
             self._request_filenames.pop(request.request_id, None)
         delays, answer = super().request_finished(request, block_ids)
         return delays, None if answer is None else {"eyas_file": Path(answer["hidden_states_path"]).stem}
@@ -157,7 +156,7 @@ class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     @contextmanager
     def _room_for(self, needed: int) -> Iterator[None]:
-        """Keep room for a file while it is written; refused where there is none."""
+        """Reserve room for a file while it is written; raise if there is none."""
         with self._guard:
             if time.time() - self._swept > SWEEP_SECONDS or self._taken() + needed > self._max_bytes:
                 self._sweep()
@@ -174,11 +173,11 @@ class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
                 self._reserved -= needed
 
     def _taken(self) -> int:
-        """Bytes of files that are there, and of those being written."""
+        """Bytes of existing files and of those being written."""
         return self._reserved + sum(size for path, size, _ in self._files() if path.suffix != ".part")
 
     def _sweep(self) -> None:
-        """Remove what nobody has fetched."""
+        """Remove old files that were not fetched."""
         self._swept = time.time()
         for path, _, changed in self._files():
             if self._swept - changed > self._max_age:
@@ -190,7 +189,7 @@ class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             if path.suffix in _SUFFIXES:
                 try:
                     stat = path.stat()
-                except FileNotFoundError:  # a client has read it meanwhile
+                except FileNotFoundError:  # a client has removed it meanwhile
                     continue
                 found.append((path, stat.st_size, stat.st_mtime))
         return found

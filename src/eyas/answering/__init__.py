@@ -1,0 +1,1 @@
+"""A target answers prompts: by an engine on this machine, or by servers elsewhere."""
