@@ -177,7 +177,7 @@ def test_what_servers_cannot_do_is_refused(folder: Path, port: int, tmp_path: Pa
     common = ["data", "answer", prompts, "--out", tmp_path / "out", "--target", folder]
     run(*common, "--server", "nowhere").assert_refused("'nowhere' is no address of a server")
     run(*common, "--server", f"http://127.0.0.1:{free_port()}").assert_refused("no server answers", "no connection")
-    run(*common, "--server", url, "--server", url).assert_refused("2 servers are given, 1 of them apart")
+    run(*common, "--server", url, "--server", url).assert_refused("2 servers are given, 1 of them distinct")
     run(*common, "--server", url, "--model", "other").assert_refused("does not serve 'other'", "--model t")
     run(*common, "--server", url, "--dtype", "float32").assert_refused("--dtype float32", "leave it out")
     run(*common, "--server", url, "--drafter", "none").assert_refused("--drafter none", "leave it out")

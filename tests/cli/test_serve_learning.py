@@ -81,9 +81,8 @@ def serving(pair: Path, *words: object, keys: str = "") -> Iterator[tuple[subpro
     """A server of this pair's target, its URL, and what it said at its start."""
     command = [sys.executable, "-m", "eyas", "serve", pair / "target", *words, "--port", 0, "--max-model-len", 256]
     command += ["--max-num-seqs", 4, "--device", "cpu", "--memory-gib", 0.1]
-    server = subprocess.Popen(
-        [*map(str, command)], stderr=subprocess.PIPE, text=True, env={**os.environ, "EYAS_API_KEY": keys}
-    )
+    environment = os.environ | ({"EYAS_API_KEY": keys} if keys else {})
+    server = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment)
     assert server.stderr is not None
     watchdog = threading.Timer(240, server.kill)
     watchdog.start()
