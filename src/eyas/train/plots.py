@@ -5,30 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eyas.errors import UserError
+from eyas.reports.plot import label_axes, new_figure
 
 
 @contextmanager
 def _panels(picture: Path, count: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes of a figure that is saved at the end of the block."""
-    # Without pyplot there is no global state, no window system and nothing to close.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    yield figure.subplots(1, count, squeeze=False)[0]
-    try:
-        figure.savefig(picture, dpi=120)
-    except OSError as error:
-        raise UserError(f"cannot write {picture}: {error.strerror}; free space and run again") from error
-
-
-def _label(axes: Any, title: str, across: str, up: str = "") -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(alpha=0.3)
+    """Yield panels side by side, in a figure that is saved at the end of the block."""
+    with new_figure(picture, size) as figure:
+        yield figure.subplots(1, count, squeeze=False)[0]
 
 
 def plot_run(log: Path, picture: Path) -> None:
@@ -55,12 +39,9 @@ def plot_run(log: Path, picture: Path) -> None:
                 color=colour,
                 label=name,
             )
-        _label(losses, "loss\n(weighted over depths)", "step")
-        _label(accuracies, "accuracy by depth\n(paler is deeper)", "step")
-        _label(lengths, "acceptance length, held out\n(rounds walked as in decoding)", "step")
-        for axes in (losses, lengths):
-            if names:
-                axes.legend()
+        label_axes(losses, "loss\n(weighted over depths)", "step")
+        label_axes(accuracies, "accuracy by depth\n(paler is deeper)", "step")
+        label_axes(lengths, "acceptance length, held out\n(rounds walked as in decoding)", "step")
 
 
 def plot_adaptation(changes: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
@@ -75,9 +56,8 @@ def plot_adaptation(changes: Mapping[str, Mapping[str, Any]], picture: Path) -> 
             gain = change["gain"]
             title = f"{name}, {change['conversations']} conversations held out"
             interval = f"{gain['value']:+.1%} ({gain['low']:+.1%} to {gain['high']:+.1%})"
-            _label(axes, f"{title}\n{interval}", "depth", "accepted, given all before it were")
+            label_axes(axes, f"{title}\n{interval}", "depth", "accepted, given all before it were")
             axes.set_ylim(0, 1)
-            axes.legend(fontsize=8)
 
 
 def plot_check(record: Mapping[str, Any], picture: Path) -> None:
@@ -95,19 +75,18 @@ def plot_check(record: Mapping[str, Any], picture: Path) -> None:
         records.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=2)
         records.invert_yaxis()
         records.margins(x=0.15)
-        _label(records, f"what becomes of {record['bad']['read']:,} records", "records")
+        label_axes(records, f"what becomes of {record['bad']['read']:,} records", "records")
 
         histogram = record["lengths"]["histogram"]
         if histogram["rows"]:
             lengths.stairs(histogram["rows"], histogram["edges"], fill=True, color="C0", alpha=0.7)
         lengths.axvline(record["max_length"], color="C3", ls=":", label=f"max_length {record['max_length']:,}")
-        lengths.legend(fontsize=8)
         share = record["trained_on"] / max(1, record["tokens"])
         title = f"{record['rows']:,} rows, {record['tokens']:,} tokens, {share:.0%} trained on"
-        _label(lengths, title, "tokens", "rows")
+        label_axes(lengths, title, "tokens", "rows")
 
         coverage = record["vocabulary"]["coverage_of"]
         vocabulary.plot([int(size) for size in coverage], [100 * share for share in coverage.values()], "o-")
         vocabulary.set_xscale("log", base=2)
         vocabulary.set_xticks([int(size) for size in coverage], [f"{int(size) // 1000}k" for size in coverage])
-        _label(vocabulary, "what the most frequent tokens cover", "draft vocabulary", "% of trained tokens")
+        label_axes(vocabulary, "what the most frequent tokens cover", "draft vocabulary", "% of trained tokens")
